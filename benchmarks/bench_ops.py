@@ -103,6 +103,7 @@ REFERENCE_NAMES = {
     "qkv_rope_append": "norm, 3 F.linear, rope",
     "gemv_swiglu": "2 F.linear, gate",
     "fused_experts": "batched_mm",
+    "routed_experts": "norm, topk, batched_mm",
     "topk_softmax": "softmax, topk, division",
     "decode_layers": "layer by layer",
     "packed_layers": "dequantize, layer by layer",

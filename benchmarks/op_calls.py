@@ -170,25 +170,43 @@ def experts_call(
     top_k: int,
     rows: int = 1,
     transposed: bool = False,
+    concatenated: bool = False,
+    has_gate: bool = True,
+    routed: bool = False,
     **options,
 ) -> Call:
-    """Make a call of experts that a random router chooses, and a residual; ``transposed``: as gpt-oss, with biases."""
+    """Make a call of experts that a random router chooses, and a residual.
+
+    Args:
+        transposed: as gpt-oss, with biases.
+        concatenated: as Aria.
+        has_gate: else as Nemotron-H.
+        routed: the router's scores are given, and x is normed.
+    """
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         def randn(*shape, std=1.0):
             return torch.randn(*shape, device=device, dtype=dtype) * std
 
-        weights, ids = torch.randn(rows, num_experts, device=device).softmax(-1).topk(top_k)
+        scores = torch.randn(rows, 1, num_experts, device=device, dtype=dtype)
+        weights, ids = scores.float().flatten(0, 1).softmax(-1).topk(top_k)
         stacks = (
-            randn(num_experts, 2 * width, hidden_size, std=hidden_size**-0.5),
+            randn(num_experts, 2 * width if has_gate else width, hidden_size, std=hidden_size**-0.5),
             randn(num_experts, hidden_size, width, std=width**-0.5),
         )
-        settings = {}
+        settings = {} if has_gate else {"activation": "squared_relu"}
+        if concatenated:
+            stacks = [stack.mT.contiguous() for stack in stacks]
+            settings = {"transposed": True, "concatenated": True}
         if transposed:
             stacks = [stack.mT.contiguous() for stack in stacks]
             biases = {"gate_up_bias": randn(num_experts, 2 * width), "down_bias": randn(num_experts, hidden_size)}
             settings = biases | {"transposed": True, "activation": "clamped_swiglu"}
-        return Sample(randn(rows, 1, hidden_size), ids, weights, *stacks, randn(rows, 1, hidden_size), **settings)
+        x, residual = (randn(rows, 1, hidden_size) for _ in range(2))
+        if routed:
+            settings |= {"norm": "rms", "norm_weight": randn(hidden_size), "norm_eps": 1e-6}
+            return Sample(x, scores, *stacks, top_k, residual, **settings)
+        return Sample(x, ids, weights, *stacks, residual, **settings)
 
     return Call(name, arguments, **options)
 

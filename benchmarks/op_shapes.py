@@ -131,6 +131,13 @@ SHAPES: dict[str, list[Call]] = {
         experts_call("qwen3-30b 8 of 128, 8 rows", 2048, 768, 128, 8, rows=8, dtypes=("bf16",)),
         experts_call("gpt-oss-20b 4 of 32, 2880->2x2880", 2880, 2880, 32, 4, transposed=True, dtypes=("bf16",)),
         experts_call("gpt-oss-20b 4 of 32, 8 rows", 2880, 2880, 32, 4, rows=8, transposed=True, dtypes=("bf16",)),
+        experts_call("aria 6 of 64, 2560->2x1664", 2560, 1664, 64, 6, concatenated=True, dtypes=("bf16",)),
+        experts_call("nemotron-3-nano 6 of 128, 2688->1856", 2688, 1856, 128, 6, has_gate=False, dtypes=("bf16",)),
+    ],
+    "routed_experts": [
+        experts_call("qwen3-30b 8 of 128, 2048->2x768", 2048, 768, 128, 8, routed=True, dtypes=("bf16",)),
+        experts_call("qwen3-30b 8 of 128, 8 rows", 2048, 768, 128, 8, rows=8, routed=True, dtypes=("bf16",)),
+        experts_call("gpt-oss-20b 4 of 32", 2880, 2880, 32, 4, transposed=True, routed=True, dtypes=("bf16",)),
     ],
     "topk_softmax": [router_call("mixtral 2 of 8", 8, 2), router_call("qwen3-30b 8 of 128", 128, 8)],
     "append_attention": [

@@ -8,8 +8,8 @@ from __future__ import annotations
 import csv
 import importlib
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,15 +25,12 @@ from hf_fastpath.quantization.replacing import of_one_input
 from hf_fastpath.reasons import REASONS
 
 DOCS = Path(__file__).resolve().parent
-DATA = DOCS.parent / "benchmarks" / "data"
+sys.path.insert(0, str(DOCS))  # when the file is loaded by its path, as tests do
+from measured_tables import MACHINES, markdown_table, measured, over_gpus  # noqa: E402
+
 GOLDEN = DOCS / "data" / "golden.csv"
 TYPES = DOCS / "data" / "recorded_types.csv"
 RECORD = "make test-full JOBS=0 TESTS=tests/patches ARGS='-k golden_matrix --record-golden docs/data/golden.csv'"
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table of text."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
 
 
 def reason_codes() -> str:
@@ -222,206 +219,17 @@ def sizes() -> str:
     return markdown_table(("GB of", *formats, f"KV cache of {SIZED_CONTEXT:,} tokens"), rows)
 
 
-# ---- tables of performance.md ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Work:
-    """A line of a machine's table: work for which a CSV of ``benchmarks/data`` has rows.
-
-    Attributes:
-        model, dtype, context, batch: columns of the CSV; its ``model`` ends with ``weights``, if there are any.
-        kind: ``"decode"``; ``"prompt"``; ``"turn"``: ``tokens`` new ones behind ``context``; ``"pieces"``: all of
-            ``context``, read ``tokens`` at a time.
-        engine: the engine whose row counts as ours.
-        tokens: see ``kind``.
-        weights: the format of quantized weights.
-    """
-
-    model: str
-    dtype: str
-    context: int
-    batch: int = 1
-    kind: str = "decode"
-    engine: str = "ours"
-    tokens: int = 0
-    weights: str = ""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A table: the device's name in the CSV files, the files with its rows, and the rows that the table shows."""
-
-    device: str
-    files: tuple[str, ...]
-    works: tuple[Work, ...] = field(repr=False)
-
-
-MISTRAL, TINY, GPT2, LLAMA = "Mistral-7B", "TinyLlama-1.1B", "GPT-2 124M", "Llama-3.1-8B"
-INT8_HEAD = ("int8, int8 head", "int4_g32, int8 head")
-MACHINES = {
-    "NVIDIA H200": Machine(
-        "NVIDIA H200",
-        ("generate_h200.csv", "prompts_h200.csv", "peers.csv", "append_h200.csv"),
-        (
-            *(Work(MISTRAL, "fp16", context) for context in (128, 512, 4096, 32768)),
-            Work(MISTRAL, "bf16", 128),
-            *(Work(MISTRAL, "fp16", 128, batch) for batch in (2, 4, 8)),
-            *(Work(MISTRAL, "fp16", 1024, batch) for batch in (16, 32, 64)),
-            *(
-                Work(MISTRAL, "fp16", context, engine=f"ours-{kv}-kv")
-                for context in (128, 32768)
-                for kv in ("int8", "fp8")
-            ),
-            *(Work(MISTRAL, "fp16", 128, weights=format) for format in ("int8", "fp8", "int4", "int4_g32")),
-            *(Work(MISTRAL, "fp16", 4096, weights=format) for format in ("int8", "fp8", "int4_g32")),
-            *(Work(MISTRAL, "fp16", 128, batch, weights="int4_g32") for batch in (4, 8, 16)),
-            Work(MISTRAL, "fp16", 32768, engine="ours-int8-kv", weights="int4_g32"),
-            Work(TINY, "bf16", 128),
-            Work(GPT2, "fp16", 128),
-            Work(GPT2, "fp32", 128),
-            *(Work(MISTRAL, "fp16", context, kind="prompt") for context in (512, 4096, 32768)),
-            *(Work(MISTRAL, "fp16", 4096, kind="prompt", weights=format) for format in ("int8", "int4_g32")),
-            *(Work(LLAMA, "fp16", 16384, kind="pieces", tokens=tokens) for tokens in (16, 512, 16384)),
-            Work(LLAMA, "fp16", 4096, kind="turn", tokens=8),
-        ),
-    ),
-    "NVIDIA H100": Machine("NVIDIA H100 80GB HBM3", ("peers.csv",), (Work(MISTRAL, "fp16", 128),)),
-    "Intel Xeon": Machine(
-        "Intel(R) Xeon(R) Processor, 2 threads",
-        ("generate_cpu.csv", "prompts_cpu.csv", "append_cpu.csv"),
-        (
-            *(Work(TINY, "fp16", context) for context in (32, 2048, 8000)),
-            Work(TINY, "bf16", 32),
-            Work(TINY, "fp32", 32),
-            *(Work(TINY, "fp16", 32, batch) for batch in (2, 4, 8)),
-            Work(TINY, "bf16", 32, 8),
-            *(Work(TINY, "fp16", 32, weights=format) for format in ("int8", "int4_g32", *INT8_HEAD)),
-            Work(GPT2, "fp16", 32),
-            Work(GPT2, "fp32", 32),
-            *(Work(TINY, dtype, 512, kind="prompt") for dtype in ("fp16", "bf16", "fp32")),
-            *(Work(TINY, dtype, 512, kind="turn", tokens=8) for dtype in ("fp16", "bf16", "fp32")),
-        ),
-    ),
-    "AMD EPYC": Machine(
-        "AMD EPYC, 2 threads",
-        ("generate_epyc.csv",),
-        (
-            Work(TINY, "fp16", 32),
-            Work(TINY, "fp16", 2048),
-            Work(TINY, "bf16", 32),
-            *(Work(TINY, "fp16", 32, batch) for batch in (4, 8)),
-            *(Work(TINY, "fp16", 32, weights=format) for format in ("fp8", "int4_g32", INT8_HEAD[0])),
-            Work(GPT2, "fp16", 32),
-        ),
-    ),
-}
-#: engines beside stock and ours -> their names in a table
-OTHERS = {"static": "static", "flash": "flash", "llama.cpp": "llama.cpp", "gpt-fast": "as gpt-fast"}
-#: rows with fewer decoded tokens say nothing about decoding
-MIN_NEW_TOKENS = 12
-
-
-def _rows_of(machine: Machine) -> list[dict[str, str]]:
-    """Return the rows of a machine from all its files, in the order of their dates."""
-    rows = []
-    for name in machine.files:
-        with (DATA / name).open(newline="") as file:
-            rows += [row | {"file": name} for row in csv.DictReader(file) if row["device"] == machine.device]
-    return sorted(rows, key=lambda row: row["date"])
-
-
-def _speed(row: dict[str, str], work: Work) -> float | None:
-    """Return the tokens a second of ``work`` in a row, or None if the row has other work."""
-    model = f"{work.model} {work.weights}".strip()
-    if (row["model"], row["dtype"], row["context"]) != (model, work.dtype, str(work.context)):
-        return None
-    of_new_tokens = row["file"].startswith("append")
-    if of_new_tokens != (work.kind in ("turn", "pieces")):
-        return None
-    if of_new_tokens:
-        same = row["way"] == "turn" and row["new_tokens"] == str(work.tokens) and not row["isa"]
-        return float(row["tok_s"]) if same else None
-    if row["batch"] != str(work.batch):
-        return None
-    if work.kind == "prompt":
-        return float(row["prefill_tok_s"]) if row.get("prefill_tok_s") else None
-    enough = int(row.get("new_tokens") or MIN_NEW_TOKENS) >= MIN_NEW_TOKENS
-    return float(row["decode_tok_s"]) if enough else None
-
-
-def _digits(number: float) -> str:
-    """Write a number with three digits, or with all digits before the point if there are more."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}".rstrip(".")
-
-
-def _line(machine: Machine, rows: Sequence[dict[str, str]], work: Work) -> tuple[dict[str, str], list[str]]:
-    """Return our row of ``work``, and the cells of its line.
-
-    Our row is the last one. Another engine's row is its last of the same commit; if there is none, its fastest.
-
-    Raises:
-        ValueError: there is no row of ours.
-    """
-    found = [(speed, row) for row in rows if (speed := _speed(row, work)) is not None]
-    ours = [(speed, row) for speed, row in found if row["engine"] == work.engine]
-    if not ours:
-        raise ValueError(f"{', '.join(machine.files)} have no row of {work} on {machine.device}")
-    speed, row = ours[-1]
-
-    def other(engine: str) -> tuple[float, str] | None:
-        rows_of_it = [(speed, other) for speed, other in found if other["engine"] == engine]
-        beside = [speed for speed, other in rows_of_it if other["commit"] == row["commit"]]
-        if beside:
-            return beside[-1], ""
-        return (max(speed for speed, _ in rows_of_it), "†") if rows_of_it else None
-
-    cache = work.engine.removeprefix("ours").strip("-").removesuffix("-kv")
-    stock = None if cache else other("stock")
-    peers = [
-        f"{_digits(at[0])}{at[1]} {name}" for engine, name in OTHERS.items() if not cache and (at := other(engine))
-    ]
-    format, _, head = work.weights.partition(", ")
-    types = (work.dtype, format and f"{format} weights", head, cache and f"{cache} KV")
-    kinds = {"turn": f"turn of {work.tokens}", "pieces": f"pieces of {work.tokens:,}"}
-    card = machine.device.replace("(R)", "").replace(" Processor", "").split(",")[0].removesuffix(" 80GB HBM3")
-    cells = [
-        kinds.get(work.kind, work.kind),
-        work.model,
-        ", ".join(filter(None, types)),
-        f"{work.context:,}",
-        str(work.batch),
-        f"{_digits(stock[0])}{stock[1]}" if stock else "",
-        ", ".join(peers),
-        f"**{_digits(speed)}**",
-        _digits(speed / stock[0]) if stock else "",
-        row["percent_of_r"] if work.kind == "decode" else "",
-        f"{card}, {row['commit']}",
-    ]
-    return row, cells
-
-
-def measured(name: str) -> str:
-    """Return the table of one machine, and a line on what it was measured with."""
-    machine = MACHINES[name]
-    rows = _rows_of(machine)
-    lines = [_line(machine, rows, work) for work in machine.works]
-
-    def span(column: str, shown: Callable[[str], str] = str) -> str:
-        values = sorted({shown(row[column]) for row, _ in lines if row.get(column)})
-        return values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}"
-
-    heads = ("work", "model", "type", "context", "batch", "stock", "others", "ours", "ratio", "% of R", "card, commit")
-    versions = f"torch {span('torch')}, transformers {span('transformers')}"
-    bandwidth = f"R = {span('r_gb_s', lambda text: f'{float(text):,.0f}')} GB/s"
-    table = markdown_table(heads, [cells for _, cells in lines])
-    return f"{table}\n\nRows of ours: {machine.device}; {versions}; {bandwidth}; {span('date')}."
-
+#: tables of many models have a page of their own
+OF_MODELS = [name for name in MACHINES if name.startswith("models on ")]
 
 #: page -> name of a generated part -> function that makes the part
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"sizes": sizes},
-    "performance.md": {name: partial(measured, name) for name in MACHINES},
+    "model-speeds.md": {name: partial(measured, name) for name in OF_MODELS},
+    "performance.md": {
+        **{name: partial(measured, name) for name in MACHINES if name not in OF_MODELS},
+        "several GPUs": over_gpus,
+    },
     "quantized-weights.md": {"formats": formats},
     "reason-codes.md": {"reason codes": reason_codes},
     "support.md": {

@@ -32,7 +32,7 @@ class Choice(enum.IntEnum):
 
 
 class Activation(Choice):
-    """``Activation`` of ``csrc/common/dtype.h``; the last member is a gate of ``fused_experts`` only."""
+    """``Activation`` of ``csrc/common/dtype.h``; the last two members are of ``fused_experts`` only."""
 
     NONE = 0
     RELU = 1
@@ -40,6 +40,7 @@ class Activation(Choice):
     GELU_TANH = 3
     GELU = 4
     CLAMPED_SWIGLU = 5
+    SQUARED_RELU = 6
 
 
 class GateActivation(Choice):

@@ -107,7 +107,10 @@ _TYPES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": dict(text_config=_DRAFTS),
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
-    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
+    "granitemoehybrid": dict(
+        num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"]
+    ),
+    "hrm_text": dict(num_layers_per_stack=1, num_hidden_layers=8),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "laguna": dict(layer_types=_WINDOWS),
     "lfm2": _CONVOLUTIONS,
@@ -115,6 +118,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "longcat_flash": dict(head_dim=8),
     "mamba2": dict(num_heads=8),
     "mellum": dict(layer_types=_WINDOWS),
+    "mimo_v2_flash": dict(head_dim=24),  # of queries and keys; values have another size
     "minimax_m3_vl_text": dict(
         layer_types=["full_attention", "minimax_m3_sparse"], index_block_size=4, index_topk_blocks=2
     ),

@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath.decode import many_rows
-from hf_fastpath.decode.named_calls import Call
+from hf_fastpath.decode.named_calls import Call, Register
 from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.ops.latent_attention import MAX_RANK
+from hf_fastpath.options import Options
+from hf_fastpath.patching.analyse import analyse
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import lowering, marks
 from hf_fastpath.recording.passes.attention import positional
-from hf_fastpath.recording.recording import Recording
+from hf_fastpath.recording.recording import Recording, read_by
 
 _aten = torch.ops.aten
 
@@ -145,7 +147,7 @@ def _patched_row(
     try:
         hf_fastpath.patch(ours, quiet=True)
     except UnsupportedModelError as error:
-        return Row(model_type, of_kind, "stock", reason=_line(error))
+        return Row(model_type, of_kind, "stock", reason=_reason(ours, error))
     report = hf_fastpath.report(ours)
     if report.loop != "fast":
         details = "; ".join(report.details.get(f"loop: {report.loop}", []))
@@ -159,11 +161,11 @@ def _patched_row(
     return Row(model_type, of_kind, how, tokens, "; ".join(dict.fromkeys(left(ours))))
 
 
-def _line(error: UnsupportedModelError) -> str:
-    """What an error says of the model, in one line and without the remedy."""
-    text = " ".join(str(error).partition("\n")[0].split())
-    code, _, detail = text.removeprefix("patch() can do nothing: ").partition(": not_recorded ")
-    return detail.strip("().") if detail else code
+def _reason(model: PreTrainedModel, error: UnsupportedModelError) -> str:
+    """Return what a plan or an error says of the model, in one line and without the remedy."""
+    found = getattr(analyse(model, Options.parse()).loop_reason, "what", "")
+    first = str(error).partition("\n")[0].removeprefix("patch() can do nothing: ")
+    return " ".join((found or first).split())
 
 
 def _prompts() -> dict[str, dict[str, torch.Tensor]]:
@@ -197,9 +199,9 @@ def left(model: PreTrainedModel) -> Iterator[str]:
     part = plans.part_of(model)
     if part.is_recorded:
         recording = part.recording(1, 1)
-        counted = positional(recording)
+        mixed = _mixed(recording)
         for call in recording.calls:
-            yield from _left_of(recording, call, counted)
+            yield from _left_of(recording, call, mixed)
         return
     for plan in plans:
         for call in plan.program.calls:
@@ -207,9 +209,26 @@ def left(model: PreTrainedModel) -> Iterator[str]:
                 yield _COMPOSED[call.op]
 
 
-def _left_of(recording: Recording, call: Call, counted: set[int]) -> Iterator[str]:
+def _mixed(recording: Recording) -> set[int]:
+    """Return the registers of products of positions alone (angles), and of activations with each other: no factor is
+    made of weights alone, and none is of keys, values or states."""
+    states = {register.index for found in recording.states for register in found}
+    moving, held, mixed = {recording.tokens.index, *states}, set(states), positional(recording)
+    for call in recording.calls:
+        read = {register.index for register in read_by(call)}
+        factors = [each for each in call.arguments.values() if isinstance(each, (Register, torch.Tensor))]
+        if call.op in _PRODUCTS and not read & held and all(getattr(each, "index", -1) in moving for each in factors):
+            mixed.add(call.out.index)
+        if read & moving:
+            moving.add(call.out.index)
+        if call.op is marks.append or (read & held and (call.op in _PRODUCTS or not marks.is_mark(call.op))):
+            held.add(call.out.index)
+    return mixed
+
+
+def _left_of(recording: Recording, call: Call, mixed: set[int]) -> Iterator[str]:
     if call.op in _PRODUCTS:
-        if call.out.index not in counted:  # angles are made by products, too
+        if call.out.index not in mixed:
             yield _PRODUCTS[call.op]
     elif call.op is marks.linear and not lowering.takes_product(recording, call):
         yield "linear"

@@ -23,6 +23,7 @@ _spec = importlib.util.spec_from_file_location("make_pages", DOCS / "make_pages.
 make_pages = importlib.util.module_from_spec(_spec)
 sys.modules[_spec.name] = make_pages  # dataclasses look for their module here
 _spec.loader.exec_module(make_pages)
+measured_tables = sys.modules["measured_tables"]
 
 
 @pytest.mark.parametrize("page", make_pages.PAGES)
@@ -56,11 +57,11 @@ def test_new_figures_take_the_place_of_old_ones(tmp_path):
 
 
 def test_work_without_a_row_is_named(monkeypatch):
-    work = make_pages.Work("Mistral-7B", "fp16", 129)
-    machine = make_pages.Machine("NVIDIA H200", ("generate_h200.csv",), (work,))
-    monkeypatch.setitem(make_pages.MACHINES, "mine", machine)
+    work = measured_tables.Work("Mistral-7B", "fp16", 129)
+    machine = measured_tables.Machine("NVIDIA H200", ("generate_h200.csv",), (work,))
+    monkeypatch.setitem(measured_tables.MACHINES, "mine", machine)
     with pytest.raises(ValueError, match="generate_h200.csv have no row of .*context=129.* on NVIDIA H200"):
-        make_pages.measured("mine")
+        measured_tables.measured("mine")
 
 
 def test_a_line_is_ours_last_row_beside_others_of_its_commit(tmp_path, monkeypatch):
@@ -76,10 +77,10 @@ def test_a_line_is_ours_last_row_beside_others_of_its_commit(tmp_path, monkeypat
         "2026-01-03,another,c,M,fp16,8,1,ours,90,60.0,1000,2,5",
     )
     (tmp_path / "generate.csv").write_text("\n".join((columns, *rows)) + "\n")
-    monkeypatch.setattr(make_pages, "DATA", tmp_path)
-    work = make_pages.Work("M", "fp16", 8)
-    monkeypatch.setitem(make_pages.MACHINES, "mine", make_pages.Machine("card", ("generate.csv",), (work,)))
-    line = make_pages.measured("mine").splitlines()[2]
+    monkeypatch.setattr(measured_tables, "DATA", tmp_path)
+    work = measured_tables.Work("M", "fp16", 8)
+    monkeypatch.setitem(measured_tables.MACHINES, "mine", measured_tables.Machine("card", ("generate.csv",), (work,)))
+    line = measured_tables.measured("mine").splitlines()[2]
     assert line == "| decode | M | fp16 | 8 | 1 | 10.0 | 30.0† static | **40.0** | 4.00 | 80.0 | card, b |"
 
 
@@ -120,12 +121,13 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if not line.startswith(tuple(NOT_RUN))]
 
 
-#: lab pages are in a folder of their own: their commands, like those of performance.md, need machines and time
+#: commands of these, and of the lab pages, need machines and time
+MEASURED = ("performance.md", "model-speeds.md")
 ALL_PAGES = (README, *sorted(DOCS.rglob("*.md")))
 COMMANDS = dict.fromkeys(
     " ".join(words)
     for page in ALL_PAGES
-    if page.name != "performance.md" and page.parent.name != "lab"
+    if page.name not in MEASURED and page.parent.name != "lab"
     for words in commands(page)
 )
 

@@ -42,5 +42,7 @@ enum class Approximation : int { kNone = 0, kTanh = 1 };
 
 // Behind the activations of one value: the gate of fused_experts that clamps gate and up.
 constexpr int64_t kClampedSwiglu = 5;
+// And relu(up)^2, of experts without a gate.
+constexpr int64_t kSquaredRelu = 6;
 
 }  // namespace hf_fastpath

@@ -6,12 +6,12 @@
 //   positions and 8 or 16 rows, that is queries of the KV head's group of heads; its warps take tiles of 16
 //   positions in turn, each through a ring of tiles of its own in shared memory: asynchronous copies keep
 //   kStages - 1 to kStages tiles a warp under way without a register, and no warp waits for another. Heads of
-//   more than 64 on Hopper come by bulk copies, a tile of K or V each (BulkTiles); others by 16-byte copies,
-//   whose pieces of a row are permuted so that reads meet no bank conflicts (CopiedTiles). What is not new is
-//   asked for before the kernel in front is complete. For the scores, queries are the A operand and a lane's
-//   16 bytes of a K row serve two k-steps; for the outputs, V is the A operand, 16 bytes of each of four rows
-//   paired by byte permutes, and the weights of V are the B operand in the very registers where the scores
-//   came out.
+//   65 to 128 on Hopper come by bulk copies, a tile of K or V each (BulkTiles); others by 16-byte copies,
+//   whose pieces of a row are permuted so that reads meet no bank conflicts (CopiedTiles; see kIsBulk). What
+//   is not new is asked for before the kernel in front is complete. For the scores, queries are the A operand
+//   and a lane's 16 bytes of a K row serve two k-steps; for the outputs, V is the A operand, 16 bytes of each
+//   of four rows paired by byte permutes, and the weights of V are the B operand in the very registers where
+//   the scores came out.
 // Traffic: 2 * positions * head_dim * 2 bytes a KV head and batch row (again from L2 for more than 16 rows),
 //   plus splits * rows * (head_dim + 2) * 4 bytes of partial results through L2.
 // Roofline: read bandwidth for long caches, memory latency for short ones.
@@ -29,11 +29,13 @@ namespace hf_fastpath {
 namespace {
 
 // Warps of a block with head dims rounded up to kDims, where shared memory holds their tiles; half as many
-// else.
+// else. Seven warps of long heads hold 224 positions, which then need no merge.
+template <int kDims, bool kPaged>
+constexpr int kMostWarps = kDims <= 128 ? 8
+                           : kPaged     ? 4
+                                        : 7;
 template <int kDims>
-constexpr int kMostWarps = kDims > 128 ? 4 : 8;
-template <int kDims>
-constexpr int kBlocksPerSm = kDims > 64 && kDims <= 128 ? 1 : 2;
+constexpr int kBlocksPerSm = kDims > 64 ? 1 : 2;
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
 // kPaged: the caches lie in pages.
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
 
   // The first tiles, those with new positions once the kernel in front has appended them.
   __shared__ __align__(8) uint64_t barriers[kWarps][kRing];
-  Tiles<T, kDims> tiles(p, shared + warp * kTilesBytes, barriers[warp], lane);
+  Tiles<T, kDims, kPaged> tiles(p, shared + warp * kTilesBytes, barriers[warp], lane);
   int base = s.begin + warp * kTile;
   bool waited = false;
 #pragma unroll 1
@@ -220,14 +222,14 @@ void launch_warps(const DecodeAttentionParams& p, cudaStream_t stream) {
                    stream, p);
 }
 
-template <class T, bool kPaged, int kDims, int kHalves>
+template <class T, bool kPaged, int kDims, int kHalves, int kWarps = kMostWarps<kDims, kPaged>>
 void launch(const DecodeAttentionParams& p, cudaStream_t stream) {
-  constexpr int kMost = kMostWarps<kDims>, kBytes = kMost * WarpTiles<T, kDims>::kBytes;
+  constexpr int kBytes = kWarps * WarpTiles<T, kDims>::kBytes;
   if constexpr (kBytes > kSharedBytesEverywhere) {
     if (kBytes > shared_bytes_of_block())
-      return launch_warps<T, kDims, kHalves, kMost / 2, kPaged>(p, stream);
+      return launch<T, kPaged, kDims, kHalves, (kWarps + 1) / 2>(p, stream);
   }
-  launch_warps<T, kDims, kHalves, kMost, kPaged>(p, stream);
+  launch_warps<T, kDims, kHalves, kWarps, kPaged>(p, stream);
 }
 
 template <class T, bool kPaged = false>

@@ -72,6 +72,12 @@ struct CopiedTiles : WarpTiles<T, kDims> {
   template <class Placed>
   __device__ __forceinline__ void fetch_newest(const DecodeAttentionParams& p, const Placed& s, int base,
                                                int stage) {
+    // Older ones of long heads come into L2 meanwhile.
+    const int row_bytes = p.head_dim * int(sizeof(T)), row = lane % kTile;
+    if (kDims > 128 && base + row < s.seq_len - p.query_len && base + row < s.end) {
+      const char* from = (lane < kTile ? s.k : s.v) + uint64_t(s.slot(base - s.begin + row)) * row_bytes;
+      for (int i = 0; i < row_bytes; i += 128) prefetch_l2(from + i);
+    }
     wait_for_previous_kernel();
     fetch(p, s, base, stage);
   }
@@ -177,11 +183,14 @@ struct BulkTiles : WarpTiles<T, kDims> {
   }
 };
 
-// Short heads are for short caches first, where the copies of lanes start earlier.
-template <class T, int kDims>
-using Tiles = std::conditional_t<(kDims > 64), BulkTiles<T, kDims>, CopiedTiles<T, kDims>>;
+// Short heads are for short caches first, where the copies of lanes start earlier. Rows of long heads meet in
+// too many banks as bulk copies leave them, but in pages one copy looks up one page.
+template <int kDims, bool kPaged>
+constexpr bool kIsBulk = kDims == 128 || (kDims > 128 && kPaged);
+template <class T, int kDims, bool kPaged>
+using Tiles = std::conditional_t<kIsBulk<kDims, kPaged>, BulkTiles<T, kDims>, CopiedTiles<T, kDims>>;
 #else
-template <class T, int kDims>
+template <class T, int kDims, bool>
 using Tiles = CopiedTiles<T, kDims>;
 #endif
 

@@ -1,5 +1,6 @@
 // What: the chosen experts of a mixture for few x rows: activation(x @ gate) * (x @ up) of every choice, then
-//   the weighted sum of the products with down. Choices are read on the device.
+//   the weighted sum of the products with down. Choices are read on the device. Experts without a gate have
+//   up in its place, and activation(gate) * up is relu(up)^2.
 // Work split: two kernels, 8 rows of x at a time. Gate and up: blockIdx.y is a choice (row, k), a warp takes
 //   one feature of both matrices for every row that chose that expert; blocks of later choices of the same
 //   expert end at once. Down: a warp takes one output and walks through the chosen experts, adding each
@@ -7,10 +8,11 @@
 //   16-byte loads in flight and replaces each as it is consumed. Down starts early: what it reads before the
 //   other kernel is complete are choices and its own first weights.
 // Traffic: 3 * width * hidden_size * sizeof(T) once for each expert that any of 8 rows chose; x, hidden and
-//   out are small.
+//   out are small. Without a gate 2 instead of 3, and the second load of a row of up comes out of L2.
 // Roofline: read bandwidth. float16, Mixtral's 2 of 8 experts: 80 % of it for one row, 28 for 8, whose x
 //   comes out of L2 for every feature; 8 of 128 of width 768: 56 and 34 % (H200, 2026-11).
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/activation.cuh"
@@ -19,6 +21,7 @@
 #include "common/warp.cuh"
 #include "fused_experts/fused_experts.h"
 #include "fused_experts/fused_experts_device.cuh"
+#include "fused_experts/fused_experts_row.cuh"
 
 namespace hf_fastpath {
 namespace {
@@ -30,11 +33,13 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kLoads = 8;
 constexpr int kMinBlocks = 2;  // an SM: leaves 128 registers a thread
 static_assert(kMaxX == kWarps, "a warp of the down kernel reads the choices of one row");
+constexpr int kRowBlocks = 3;                // of one row: fewer registers, so that down starts early
+constexpr int kUnroll = kLoads / 2;          // of gate and up
+constexpr int kRound = kUnroll * kWarpSize;  // chunks of a row that a warp asks for at once
 
 template <class T, int kElems, int kX>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpertsParams p) {
   using C = Chunk<T, kElems>;
-  constexpr int kUnroll = kLoads / 2;  // of gate and up
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int feature = blockIdx.x * kWarps + warp;
   // The next kernel reads choices before it waits: it may only start once the one that made them is complete.
@@ -43,16 +48,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
   if (!work.is_some) return;
 
   const T* gate = stack_row<T>(p.gate_up, work.expert, min(feature, p.width - 1));
-  const T* up = stack_row<T>(p.gate_up, work.expert, p.width + min(feature, p.width - 1));
+  const T* up = stack_row<T>(p.gate_up, work.expert, p.up_row + min(feature, p.width - 1));
   const T* x = static_cast<const T*>(p.x) + int64_t(work.first_row) * p.hidden_size;
   const int chunks = p.hidden_size / kElems;
-  typename C::Raw raw[kUnroll][2], x_raw[kUnroll];
+  typename C::Raw raw[kUnroll][2];
   const auto load = [&](int u, int chunk) {
     const bool present = chunk < chunks;
     raw[u][0] = present ? C::load_streaming(gate + int64_t(chunk) * kElems) : C::zero();
     raw[u][1] = present ? C::load_streaming(up + int64_t(chunk) * kElems) : C::zero();
-    // One x row is loaded as far ahead as the weights: L1 answers in order.
-    if (kX == 1) x_raw[u] = present ? C::load(x + int64_t(chunk) * kElems) : C::zero();
   };
   drop_l1();  // x comes through L1, which all warps of the SM share
 #pragma unroll
@@ -72,10 +75,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
       for (int m = 0; m < kX; ++m) {
         if (work.source[m] < 0) continue;  // the same in all lanes
         float xs[kElems];
-        if (kX > 1)
-          x_raw[u] =
-              chunk < chunks ? C::load(x + int64_t(m) * p.hidden_size + int64_t(chunk) * kElems) : C::zero();
-        C::unpack(x_raw[u], xs);
+        C::unpack(
+            chunk < chunks ? C::load(x + int64_t(m) * p.hidden_size + int64_t(chunk) * kElems) : C::zero(),
+            xs);
 #pragma unroll
         for (int e = 0; e < kElems; ++e) {
           accumulators[m] = fmaf(w[0][e], xs[e], accumulators[m]);
@@ -106,15 +108,82 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
   hidden[feature] = from_float<T>(activate(gate_sum, p.activation) * up_sum);
 }
 
-// The experts that the rows of a block chose, each once, in the order of rows and choices.
-template <int kX>
-struct Chosen {
-  static constexpr int kMost = kX * kMaxTopK;
-  int count;
-  int64_t expert[kMost];
-  float weight[kMost][kX];  // of the expert in each row
-  int source[kMost][kX];    // choice that the row's hidden features are kept by; -1: not chosen
-};
+// The same for one row. Warps take features of all chosen experts in turn and ask for those of the next
+// before they have the sums of one, so that memory never rests. x: chunks of the row in shared memory, with
+// zeros up to whole rounds.
+template <class T, int kElems>
+__global__ void __launch_bounds__(kThreads, kRowBlocks) gate_up_row_kernel(FusedExpertsParams p) {
+  using C = Chunk<T, kElems>;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Chosen<1> chosen;
+  T* const x = reinterpret_cast<T*>(shared);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int chunks = p.hidden_size / kElems;
+  prefetch_norm<T>(p);
+  // The next kernel reads choices before it waits: it may only start once the one that made them is complete.
+  wait_and_allow_next_kernel();
+  if (warp == 0) {
+    find_only_chosen<T>(p, lane, chosen);
+  } else {
+    load_row<T, kElems, kWarps - 1>(p, padded_chunks<kElems, kRound>(p.hidden_size), warp - 1, lane, x);
+  }
+  __syncthreads();  // choices and x
+
+  const int items = chosen.count * p.width, step = gridDim.x * kWarps;
+  int item = warp * gridDim.x + blockIdx.x;
+  int next = item, next_chunk = 0;  // of the loads, with the lane; `chunks` behind the last item
+  const T *gate = nullptr, *up = nullptr;
+  typename C::Raw raw[kUnroll][2];
+  const auto find_row = [&] {
+    next_chunk = next < items ? lane : chunks;
+    if (next >= items) return;
+    const int place = next / p.width;
+    gate = stack_row<T>(p.gate_up, chosen.expert[place], next - place * p.width) + lane * kElems;
+    up = gate + int64_t(p.up_row) * p.gate_up.row_stride;
+  };
+  const auto load = [&](int u) {
+    const bool present = next_chunk + u * kWarpSize < chunks;
+    raw[u][0] = present ? C::load_streaming(gate + u * kWarpSize * kElems) : C::zero();
+    raw[u][1] = present ? C::load_streaming(up + u * kWarpSize * kElems) : C::zero();
+  };
+  const auto advance = [&] {
+    gate += kRound * kElems, up += kRound * kElems, next_chunk += kRound;
+    if (next_chunk - lane < chunks) return;
+    next += step;
+    find_row();
+  };
+  if (items == 0) return;
+  find_row();
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) load(u);
+#pragma unroll 1
+  for (; item < items; item += step) {
+    float sums[2] = {0.f, 0.f};  // of gate and up
+#pragma unroll 1
+    for (int base = lane; base - lane < chunks; base += kRound) {
+      advance();
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        float w[2][kElems], xs[kElems];
+        C::unpack(raw[u][0], w[0]);
+        C::unpack(raw[u][1], w[1]);
+        C::unpack(reinterpret_cast<const typename C::Raw*>(x)[base + u * kWarpSize], xs);
+#pragma unroll
+        for (int e = 0; e < kElems; ++e) {
+          sums[0] = fmaf(w[0][e], xs[e], sums[0]);
+          sums[1] = fmaf(w[1][e], xs[e], sums[1]);
+        }
+        load(u);
+      }
+    }
+    std::conditional_t<sizeof(T) == 4, double, float> wide[2] = {sums[0], sums[1]};
+    const float sum = static_cast<float>(warp_sums<2>(wide, lane));
+    const float up_sum = __shfl_sync(kAllLanes, sum, kWarpSize / 2);
+    const int place = item / p.width, feature = item - place * p.width;
+    T* hidden = static_cast<T*>(p.hidden) + int64_t(chosen.source[place][0]) * p.width;
+    if (lane == 0) hidden[feature] = from_float<T>(activate(sum, p.activation) * up_sum);
+  }
+}
 
 // Fills `chosen` with all threads; returns after a barrier.
 template <int kX>
@@ -167,7 +236,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   const int output = blockIdx.x * kWarps + warp, n = min(output, p.hidden_size - 1);
   const int first_row = blockIdx.y * kMaxX;
   allow_next_kernel();
-  find_chosen(p, first_row, chosen);
+  if constexpr (kX == 1) {
+    if (warp == 0) find_only_chosen<T>(p, lane, chosen);
+    __syncthreads();  // the row's choices
+  } else {
+    find_chosen(p, first_row, chosen);
+  }
 
   const int chunks = p.width / kElems;
   const T* hidden = static_cast<const T*>(p.hidden) + int64_t(first_row) * p.top_k * p.width;
@@ -249,27 +323,39 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
 
 template <class T, int kElems, int kX>
 void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
-  const dim3 grid = expert_grid(p, p.width, kWarps), block(kThreads);
-  const dim3 down_grid((p.hidden_size + kWarps - 1) / kWarps, row_groups(p));
-  const size_t smem_bytes = 0;
-  HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_kernel<T, kElems, kX>, grid, block, smem_bytes, stream,
-                                             p.programmatic_launch, p));
+  const dim3 block(kThreads), down_grid((p.hidden_size + kWarps - 1) / kWarps, row_groups(p));
+  if constexpr (kX == 1) {
+    const int features = p.top_k * p.width, most = multiprocessor_count() * kRowBlocks;
+    const dim3 grid(std::min((features + kWarps - 1) / kWarps, most));
+    const size_t row_bytes = padded_chunks<kElems, kRound>(p.hidden_size) * kElems * sizeof(T);
+    HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_row_kernel<T, kElems>, grid, block, row_bytes, stream,
+                                               p.programmatic_launch, p));
+  } else {
+    const dim3 grid = expert_grid(p, p.width, kWarps);
+    HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_kernel<T, kElems, kX>, grid, block, size_t(0), stream,
+                                               p.programmatic_launch, p));
+  }
   // The kernel in front is our own: it writes nothing that is read early.
   HF_FASTPATH_CUDA_CHECK(
-      launch_programmatic(down_kernel<T, kElems, kX>, down_grid, block, smem_bytes, stream, true, p));
+      launch_programmatic(down_kernel<T, kElems, kX>, down_grid, block, size_t(0), stream, true, p));
 }
 
 template <class T, int kElems>
 void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
-  if (p.rows == 1) return launch_variant<T, kElems, 1>(p, stream);
+  if (takes_row(p)) return launch_variant<T, kElems, 1>(p, stream);
   if constexpr (kElems > 1) {  // else alignment costs more than rows that are not there
-    if (p.rows == 2) return launch_variant<T, kElems, 2>(p, stream);
+    if (p.rows <= 2) return launch_variant<T, kElems, 2>(p, stream);
     if (p.rows <= 4) return launch_variant<T, kElems, 4>(p, stream);
   }
   return launch_variant<T, kElems, kMaxX>(p, stream);
 }
 
 }  // namespace
+
+bool takes_row(const FusedExpertsParams& p) {
+  constexpr int kMostBytes = 40 * 1024;  // every device has room for them, and for all else
+  return p.rows == 1 && p.hidden_size * element_size(p.dtype) <= kMostBytes;
+}
 
 void launch_fused_experts(const FusedExpertsParams& p, cudaStream_t stream) {
   with_type(p.dtype, [&](auto type) {

@@ -11,6 +11,7 @@ namespace hf_fastpath {
 
 constexpr int kMaxExpertRows = 16;  // rows of x
 constexpr int kMaxTopK = 32;        // experts a row chooses
+constexpr int kMostRouted = 128;    // experts that blocks choose from for themselves
 
 // Matrices of all experts: row r of expert e starts at e * expert_stride + r * row_stride elements.
 struct ExpertStack {
@@ -23,27 +24,38 @@ struct FusedExpertsParams {
   const void* x;                // [rows, hidden_size], contiguous
   const int64_t* expert_ids;    // [rows, top_k]; one outside of [0, num_experts) adds nothing
   const float* expert_weights;  // [rows, top_k]
-  ExpertStack gate_up;          // rows: gate [width], then up [width]; columns [hidden_size]
-  ExpertStack down;             // rows [hidden_size], columns [width]
-  const void* gate_up_bias;     // [num_experts, 2 * width], contiguous, or null; null unless transposed
-  const void* down_bias;        // [num_experts, hidden_size], the same
-  const void* residual;         // [rows, hidden_size] or null
-  void* hidden;                 // [rows, top_k, width]: what the activations give, written and read
-  float* products;  // [rows, top_k, hidden_size]: of down, written and read; null unless transposed
-  void* out;        // [rows, hidden_size]
+  const void* logits;        // [num_experts] of x's type: a router's scores of the only row, whose choice the
+                             // kernels make instead, as topk_softmax; or null; see takes_row
+  ExpertStack gate_up;       // rows: gate [width], from up_row on up [width]; columns [hidden_size]
+  ExpertStack down;          // rows [hidden_size], columns [width]
+  const void* gate_up_bias;  // [num_experts, 2 * width], contiguous, or null; null unless transposed
+  const void* down_bias;     // [num_experts, hidden_size], the same
+  const void* residual;      // [rows, hidden_size] or null
+  void* hidden;              // [rows, top_k, width]: what the activations give, written and read
+  float* products;           // [rows, top_k, hidden_size]: of down, written and read; null unless transposed
+  void* out;                 // [rows, hidden_size]
   int64_t num_experts;
   int rows, top_k, hidden_size, width;
+  int up_row;  // width; 0 without a gate, whose place up takes
   DType dtype;
   Activation activation;
   bool clamped;  // gate * sigmoid(alpha * gate) * (up + 1) instead, of values clamped to `limit`
   float alpha, limit;
-  bool programmatic_launch;  // may start before the kernel in front on the stream is complete
+  bool concatenated;            // of transposed stacks: gate columns, then up columns, instead of in turn
+  bool normalized, rounded;     // as of topk_softmax; with logits
+  const void* norm_weight;      // [hidden_size], of an RMS norm of x; or null; see takes_row
+  float norm_eps, norm_offset;  // factors are norm_offset + norm_weight
+  bool programmatic_launch;     // may start before the kernel in front on the stream is complete
 };
+
+// Whether this is one row that blocks keep: then the kernels, but not those of transposed stacks, take a
+// norm, and scores of up to kMostRouted experts.
+bool takes_row(const FusedExpertsParams& params);
 
 void launch_fused_experts(const FusedExpertsParams& params, cudaStream_t stream);
 
-// The same of transposed stacks: of gate_up rows [hidden_size], columns gate 0, up 0, gate 1, ...; of down
-// rows [width], columns [hidden_size].
+// The same of transposed stacks: of gate_up rows [hidden_size], columns gate 0, up 0, gate 1, ... or as
+// `concatenated` says; of down rows [width], columns [hidden_size].
 void launch_fused_experts_columns(const FusedExpertsParams& params, cudaStream_t stream);
 
 }  // namespace hf_fastpath

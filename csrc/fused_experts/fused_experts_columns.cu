@@ -1,13 +1,13 @@
 // What: the chosen experts of a mixture for few x rows, of weights stored [in_features, features] with gate
-//   and up features in turn, with biases: the activations of every choice, then the weighted sum of the
-//   products with down. Choices are read on the device.
+//   and up features in turn or one after the other, with biases: the activations of every choice, then the
+//   weighted sum of the products with down. Choices are read on the device.
 // Work split: three kernels, 8 rows of x at a time. Gate and up, and down: blockIdx.y is a choice (row, k); a
-//   block takes kColumns neighboring features of its expert for every row that chose it, and blocks of later
-//   choices of the same expert end at once. A lane owns 16 bytes of kUnroll neighboring weight rows at a time
-//   and replaces each as it is used; lanes and warps with other rows are summed in a fixed order. Down leaves
-//   float32 products of every choice, which the third kernel weighs and adds, a thread an output: no atomics.
-//   Down and the third start early: what they read before the kernel in front is complete are choices and
-//   first weights.
+//   block takes kColumns features of its expert, neighbors or half of them of gate and half of up, for every
+//   row that chose it, and blocks of later choices of the same expert end at once. A lane owns 16 bytes of
+//   kUnroll neighboring weight rows at a time and replaces each as it is used; lanes and warps with other
+//   rows are summed in a fixed order. Down leaves float32 products of every choice, which the third kernel
+//   weighs and adds, a thread an output: no atomics. Down and the third start early: what they read before
+//   the kernel in front is complete are choices and first weights.
 // Traffic: 3 * width * hidden_size * sizeof(T) once for each expert that any of 8 rows chose; x, the
 //   activations and the products, rows * top_k * hidden_size * 4 bytes, come out of L2.
 // Roofline: read bandwidth. bfloat16, gpt-oss-20b's 4 of 32 experts, 2880 to twice 2880: 59.7 us or 72 % of
@@ -55,11 +55,27 @@ struct ColumnSums {
   }
 };
 
+// The first of the columns that a lane multiplies, -1 if there is none. Features are a multiple of kElems
+// here.
+template <int kElems>
+__device__ __forceinline__ int neighboring_columns(int features) {
+  const int column = blockIdx.x * kColumns<kElems> + threadIdx.x % kLanes<kElems> * kElems;
+  return column < features ? column : -1;
+}
+
+// The same where half of the block's columns are of gate, and half are of up, `width` further on.
+template <int kElems>
+__device__ __forceinline__ int gate_and_up_columns(int width) {
+  constexpr int kHalf = kColumns<kElems> / 2;
+  const int place = threadIdx.x % kLanes<kElems> * kElems, column = blockIdx.x * kHalf + place % kHalf;
+  return column < width ? column + (place < kHalf ? 0 : width) : -1;
+}
+
 // x: row m of the block starts at x_row(m); it is there once the kernel in front is complete, if kWaits.
-// Returns after a barrier.
+// column: of this lane, see neighboring_columns. Returns after a barrier.
 template <class T, int kElems, int kX, bool kWaits, class XRow>
 __device__ __forceinline__ void sum_columns(const ExpertStack& stack, const ExpertWork<kX>& work,
-                                            int in_features, int features, const XRow& x_row,
+                                            int in_features, int column, const XRow& x_row,
                                             ColumnSums<kElems, kX>& sums) {
   using C = Chunk<T, kElems>;
   using X = Chunk<T, kVecElems<T>>;
@@ -67,8 +83,7 @@ __device__ __forceinline__ void sum_columns(const ExpertStack& stack, const Expe
   constexpr int kXChunks = kUnroll / kVecElems<T>;  // 16-byte pieces of one x row's kUnroll elements
   constexpr bool kPiecesOfX = kX == 1 && kElems > 1;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int column = blockIdx.x * kColumns<kElems> + lane % kSide * kElems;
-  const bool has_column = column < features;  // features are a multiple of kElems here
+  const bool has_column = column >= 0;
   int row = (threadIdx.x / kSide) * kUnroll;  // of this lane's next products
   typename C::Raw raw[kUnroll];
   typename X::Raw x_raw[kPiecesOfX ? kXChunks : 1];
@@ -167,13 +182,17 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) gate_up_columns_kern
   const auto x_row = [&](int m) {
     return static_cast<const T*>(p.x) + int64_t(work.first_row + m) * p.hidden_size;
   };
-  sum_columns<T, kElems, kX, false>(p.gate_up, work, p.hidden_size, 2 * p.width, x_row, sums);
+  const int column =
+      p.concatenated ? gate_and_up_columns<kElems>(p.width) : neighboring_columns<kElems>(2 * p.width);
+  sum_columns<T, kElems, kX, false>(p.gate_up, work, p.hidden_size, column, x_row, sums);
   for (int i = threadIdx.x; i < kX * kPairs; i += kThreads) {
     const int m = i / kPairs, pair = i % kPairs, feature = blockIdx.x * kPairs + pair;
     if (sums.source[m] < 0 || feature >= p.width) continue;
-    const int64_t at = (work.expert * p.width + feature) * 2;
-    const float gate = sums(m, 2 * pair) + bias_of<T>(p.gate_up_bias, at);
-    const float up = sums(m, 2 * pair + 1) + bias_of<T>(p.gate_up_bias, at + 1);
+    const int step = p.concatenated ? 1 : 2;
+    const int64_t at = work.expert * p.width * 2 + step * feature;
+    const float gate = sums(m, step * pair) + bias_of<T>(p.gate_up_bias, at);
+    const float up = sums(m, step * pair + (p.concatenated ? kPairs : 1)) +
+                     bias_of<T>(p.gate_up_bias, at + (p.concatenated ? p.width : 1));
     const float value =
         p.clamped ? clamped_swiglu(gate, up, p.alpha, p.limit) : activate(gate, p.activation) * up;
     T* hidden = static_cast<T*>(p.hidden);
@@ -192,13 +211,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) down_columns_kernel(
     const int64_t pair = int64_t(work.first_row + m) * p.top_k + work.source[m];
     return static_cast<const T*>(p.hidden) + pair * p.width;
   };
-  sum_columns<T, kElems, kX, true>(p.down, work, p.width, p.hidden_size, x_row, sums);
+  const int column = neighboring_columns<kElems>(p.hidden_size);
+  sum_columns<T, kElems, kX, true>(p.down, work, p.width, column, x_row, sums);
   for (int i = threadIdx.x; i < kX * kColumns<kElems>; i += kThreads) {
-    const int m = i / kColumns<kElems>, column = i % kColumns<kElems>;
-    const int output = blockIdx.x * kColumns<kElems> + column;
+    const int m = i / kColumns<kElems>, place = i % kColumns<kElems>;
+    const int output = blockIdx.x * kColumns<kElems> + place;
     if (sums.source[m] < 0 || output >= p.hidden_size) continue;
     const int64_t pair = int64_t(work.first_row + m) * p.top_k + sums.source[m];
-    p.products[pair * p.hidden_size + output] = sums(m, column);
+    p.products[pair * p.hidden_size + output] = sums(m, place);
   }
 }
 

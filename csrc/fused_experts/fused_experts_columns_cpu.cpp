@@ -69,9 +69,11 @@ template <class T>
 void activate_pair(const ExpertsCall& call, const Partials& sums, int64_t place, int64_t expert, float* to) {
   const T* bias = static_cast<const T*>(call.gate_up_bias);
   if (bias != nullptr) bias += expert * 2 * call.width;
+  const int64_t step = call.concatenated ? 1 : 2, to_up = call.concatenated ? call.width : 1;
   for (int64_t i = 0; i < call.width; ++i) {
-    float gate = sums.sum(place, 2 * i), up = sums.sum(place, 2 * i + 1);
-    if (bias != nullptr) gate += to_float(bias[2 * i]), up += to_float(bias[2 * i + 1]);
+    const int64_t at = step * i;
+    float gate = sums.sum(place, at), up = sums.sum(place, at + to_up);
+    if (bias != nullptr) gate += to_float(bias[at]), up += to_float(bias[at + to_up]);
     T rounded;
     from_float(gated(call, gate, up), &rounded);
     to[i] = to_float(rounded);

@@ -61,7 +61,7 @@ void run_experts(const ExpertsCall& call) {
   for_each_range(units, 2 * bytes, [&](int64_t begin, int64_t end) {
     for (int64_t g = begin / tiles; g * tiles < end; ++g) {
       LinearArgs args = group_args(call.pairs.groups[g], call.x, call.x_stride, call.gate_up, rounded, width);
-      args.up_weight = at(args.weight, width * args.weight_stride, dtype);
+      args.up_weight = call.gate.is_up ? args.weight : at(args.weight, width * args.weight_stride, dtype);
       args.up_stride = args.weight_stride;
       args.activation = call.gate.activation;
       const int64_t from = std::max<int64_t>(begin - g * tiles, 0), to = std::min(end - g * tiles, tiles);
@@ -94,8 +94,8 @@ Tensor fused_experts_cpu(const Tensor& x, const Tensor& expert_ids, const Tensor
                          const Tensor& gate_up_weight, const Tensor& down_weight,
                          const std::optional<Tensor>& residual, int64_t activation,
                          bool /*programmatic_launch*/, const std::optional<Tensor>& gate_up_bias,
-                         const std::optional<Tensor>& down_bias, bool transposed, double alpha,
-                         double limit) {
+                         const std::optional<Tensor>& down_bias, bool transposed, double alpha, double limit,
+                         bool concatenated) {
   STD_TORCH_CHECK(expert_ids.scalar_type() == ScalarType::Long && expert_ids.dim() == 2,
                   "hf_fastpath::fused_experts: expert_ids has to be int64 [rows, top_k]");
   STD_TORCH_CHECK(
@@ -107,11 +107,14 @@ Tensor fused_experts_cpu(const Tensor& x, const Tensor& expert_ids, const Tensor
   const int64_t hidden_size = x.size(x.dim() - 1), width = down_weight.size(transposed ? 1 : 2),
                 num_experts = down_weight.size(0), top_k = expert_ids.size(1);
   const DType dtype = dtype_of(x, kOp);
-  check_stack(gate_up_weight, dtype, num_experts, 2 * width, hidden_size, transposed, "gate_up_weight");
+  STD_TORCH_CHECK(transposed || !concatenated,
+                  "hf_fastpath::fused_experts: concatenated goes with transposed");
+  const ExpertGate gate = expert_gate(activation, transposed);
+  check_stack(gate_up_weight, dtype, num_experts, gate.matrices() * width, hidden_size, transposed,
+              "gate_up_weight");
   check_stack(down_weight, dtype, num_experts, hidden_size, width, transposed, "down_weight");
   check_stack_bias(gate_up_bias, dtype, num_experts, 2 * width, transposed, "gate_up_bias");
   check_stack_bias(down_bias, dtype, num_experts, hidden_size, transposed, "down_bias");
-  const ExpertGate gate = expert_gate(activation, transposed);
   if (residual.has_value()) {
     STD_TORCH_CHECK(dtype_of(*residual, kOp) == dtype && sizes_of(*residual) == sizes_of(x),
                     "hf_fastpath::fused_experts: residual differs from x in dtype or shape");
@@ -145,6 +148,7 @@ Tensor fused_experts_cpu(const Tensor& x, const Tensor& expert_ids, const Tensor
                          optional_data(down_bias, down_holder),
                          static_cast<float>(alpha),
                          static_cast<float>(limit),
+                         concatenated,
                          weights.const_data_ptr<float>(),
                          optional_data(residual, residual_holder),
                          out.mutable_data_ptr(),

@@ -5,21 +5,28 @@
 
 namespace hf_fastpath {
 
-// The gate: one of the activations, or the clamped one.
+// The gate: one of the activations, or the clamped one; or none.
 struct ExpertGate {
-  Activation activation;  // kNone if clamped
+  Activation activation;  // kNone if clamped, kRelu if none
   bool clamped;           // (clamp(up) + 1) * gate * sigmoid(alpha * gate), gate clamped too
+  bool is_up;             // relu(up) * up: experts have no gate, and up takes its place
+
+  int64_t matrices() const { return is_up ? 1 : 2; }
 };
 
 inline ExpertGate expert_gate(int64_t number, bool transposed) {
   if (number == kClampedSwiglu) {
     STD_TORCH_CHECK(transposed, "hf_fastpath::fused_experts: clamped_swiglu goes with transposed");
-    return {Activation::kNone, true};
+    return {Activation::kNone, true, false};
+  }
+  if (number == kSquaredRelu) {
+    STD_TORCH_CHECK(!transposed, "hf_fastpath::fused_experts: squared_relu does not go with transposed");
+    return {Activation::kRelu, false, true};
   }
   const Activation activation = activation_of(number, "fused_experts");
   STD_TORCH_CHECK(activation != Activation::kNone && activation != Activation::kRelu,
                   "hf_fastpath::fused_experts: the activation is not that of a gate");
-  return {activation, false};
+  return {activation, false, false};
 }
 
 // Refuses weights of all experts that are not [num_experts, features, in_features], or transposed.

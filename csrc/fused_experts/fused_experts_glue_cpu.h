@@ -28,6 +28,7 @@ struct ExpertsCall {
   ExpertGate gate;
   const void *gate_up_bias, *down_bias;  // contiguous, or null
   float alpha, limit;
+  bool concatenated;     // of transposed stacks: gate features, then up features, instead of in turn
   const float* weights;  // [rows, top_k]
   const void* residual;  // [rows, hidden_size] contiguous, or null
   void* out;             // [rows, hidden_size]

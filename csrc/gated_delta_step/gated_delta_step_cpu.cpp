@@ -80,8 +80,9 @@ void run_heads(const GatedDeltaParams& p, int64_t begin, int64_t end) {
 
 Tensor gated_delta_step_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                             const Tensor& b, const Tensor& a_log, const Tensor& dt_bias, const Tensor& state,
-                            double scale, bool l2_norm, double beta_scale) {
-  const GatedDeltaCall call(q, k, v, a, b, a_log, dt_bias, state, scale, l2_norm, beta_scale);
+                            double scale, bool l2_norm, double beta_scale, bool programmatic_launch) {
+  const GatedDeltaCall call(q, k, v, a, b, a_log, dt_bias, state, scale, l2_norm, beta_scale,
+                            programmatic_launch);
   const GatedDeltaParams& p = call.params;
   const int64_t heads = p.batch * p.v_heads;
   for_each_range(heads, 2 * sizeof(float) * heads * p.k_dim * p.v_dim, [&](int64_t begin, int64_t end) {

@@ -11,7 +11,7 @@ class GatedDeltaCall {
  public:
   GatedDeltaCall(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& b,
                  const Tensor& a_log, const Tensor& dt_bias, const Tensor& state, double scale, bool l2_norm,
-                 double beta_scale)
+                 double beta_scale, bool programmatic_launch)
       : call_("gated_delta_step", dtype_of(q, "gated_delta_step")),
         out(empty_like_with_sizes(q, sizes_of(v))) {
     STD_TORCH_CHECK(q.dim() == 3 && v.dim() == 3 && q.size(2) >= 1 && q.size(2) <= kMaxDeltaKey,
@@ -39,7 +39,7 @@ class GatedDeltaCall {
     }
     params.state = call_.state(state, {batch, v_heads, k_dim, v_dim});
     params.out = out.mutable_data_ptr();
-    params.l2_norm = l2_norm;
+    params.l2_norm = l2_norm, params.programmatic_launch = programmatic_launch;
     params.scale = static_cast<float>(scale), params.beta_scale = static_cast<float>(beta_scale);
   }
 

@@ -5,7 +5,7 @@
 
 namespace hf_fastpath {
 
-constexpr int64_t kMaxDeltaKey = 256;  // elements of a key: a lane of the GPU's warps keeps 8
+constexpr int64_t kMaxDeltaKey = 256;  // elements of a key: a thread of the GPU keeps 8 rows
 
 // What transformers adds to the square of a norm of q and k.
 constexpr float kL2Eps = 1e-6f;
@@ -23,6 +23,8 @@ struct GatedDeltaParams {
   int64_t batch, k_heads, v_heads, k_dim, v_dim;
   bool per_element, l2_norm;
   float scale, beta_scale;
+  bool programmatic_launch;  // parameters and state may be read before the kernel in front on the stream is
+                             // complete
 };
 
 }  // namespace hf_fastpath

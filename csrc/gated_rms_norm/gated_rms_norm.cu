@@ -4,7 +4,8 @@
 //   groups are read twice. The product of x and activated gate is the same in both orders; only the sum of
 //   squares differs.
 // Traffic: 3 * rows * hidden_size * sizeof(T); the weight stays in L2.
-// Roofline: latency of one load, one reduction and one store for the rows of a decode step.
+// Roofline: latency of one load, one reduction and one store for the rows of a decode step. There the weight
+//   comes out of memory while the kernel in front still runs.
 
 #include "common/activation.cuh"
 #include "common/async.cuh"
@@ -46,11 +47,18 @@ __global__ void __launch_bounds__(kMaxThreads) gated_rms_norm_kernel(GatedRmsNor
   const T* weight = static_cast<const T*>(p.weight) + first;
   T* out = static_cast<T*>(p.out) + row * p.hidden_size + first;
   allow_next_kernel();
-  wait_for_previous_kernel();
+  if (!p.programmatic_launch) wait_for_previous_kernel();
+  typename C::Raw raw_weight[kChunks > 0 ? kChunks : 1];
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    const int i = (threadIdx.x + c * blockDim.x) * kElems;
+    raw_weight[c] = i < columns ? C::load_l2(weight + i) : C::zero();
+  }
+  wait_for_previous_kernel();  // for x and gate
 
-  const auto store = [&](int i, const float (&products)[kElems], float scale) {
+  const auto store = [&](int i, const float (&products)[kElems], float scale, typename C::Raw raw) {
     float factors[kElems], y[kElems];
-    C::unpack(C::load_l2(weight + i), factors);
+    C::unpack(raw, factors);
 #pragma unroll
     for (int e = 0; e < kElems; ++e) y[e] = products[e] * scale * factors[e];
     C::store(out + i, y);
@@ -85,7 +93,7 @@ __global__ void __launch_bounds__(kMaxThreads) gated_rms_norm_kernel(GatedRmsNor
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int i = (threadIdx.x + c * blockDim.x) * kElems;
-      if (i < columns) store(i, products[c], scale);
+      if (i < columns) store(i, products[c], scale, raw_weight[c]);
     }
   } else {
     float products[kElems];
@@ -93,7 +101,7 @@ __global__ void __launch_bounds__(kMaxThreads) gated_rms_norm_kernel(GatedRmsNor
     const float scale = scale_of(squares);
     for (int i = threadIdx.x * kElems; i < columns; i += blockDim.x * kElems) {
       load(i, products);
-      store(i, products, scale);
+      store(i, products, scale, C::load_l2(weight + i));
     }
   }
 }
@@ -112,7 +120,7 @@ void launch(const GatedRmsNormParams& p, cudaStream_t stream) {
                                            : gated_rms_norm_kernel<T, kElems, 0>;
   const dim3 grid(static_cast<unsigned>(blocks)), block(threads);
   const size_t smem_bytes = 0;
-  const bool programmatic_launch = true;  // nothing is read before the wait
+  const bool programmatic_launch = true;  // else the kernel waits before it reads
   HF_FASTPATH_CUDA_CHECK(
       launch_programmatic(kernel, grid, block, smem_bytes, stream, programmatic_launch, p));
 }

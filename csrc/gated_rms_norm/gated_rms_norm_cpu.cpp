@@ -34,8 +34,8 @@ void gated_rms_norm_portable(const GatedRmsNormParams& p, int64_t begin, int64_t
 }
 
 Tensor gated_rms_norm_cpu(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps,
-                          int64_t groups, bool gate_first, int64_t activation) {
-  const GatedRmsNormCall call(x, gate, weight, eps, groups, gate_first, activation);
+                          int64_t groups, bool gate_first, int64_t activation, bool programmatic_launch) {
+  const GatedRmsNormCall call(x, gate, weight, eps, groups, gate_first, activation, programmatic_launch);
   const GatedRmsNormParams& p = call.params;
   const auto kernel = use_avx2() ? gated_rms_norm_avx2 : gated_rms_norm_portable;
   for_each_range(

@@ -6,9 +6,9 @@
 namespace hf_fastpath {
 
 Tensor gated_rms_norm_cuda(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps,
-                           int64_t groups, bool gate_first, int64_t activation) {
+                           int64_t groups, bool gate_first, int64_t activation, bool programmatic_launch) {
   const DeviceGuard guard(x);
-  const GatedRmsNormCall call(x, gate, weight, eps, groups, gate_first, activation);
+  const GatedRmsNormCall call(x, gate, weight, eps, groups, gate_first, activation, programmatic_launch);
   if (call.out.numel() > 0) launch_gated_rms_norm(call.params, current_stream(guard.device()));
   return call.out;
 }

@@ -10,7 +10,7 @@ namespace hf_fastpath {
 class GatedRmsNormCall {
  public:
   GatedRmsNormCall(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps, int64_t groups,
-                   bool gate_first, int64_t activation)
+                   bool gate_first, int64_t activation, bool programmatic_launch)
       : x_(row_view(x)),
         gate_(row_view(gate)),
         weight_(hf_fastpath::contiguous(weight)),
@@ -36,7 +36,8 @@ class GatedRmsNormCall {
               groups,
               static_cast<float>(eps),
               gate_first,
-              choice_of(activation, GateActivation::kSigmoid, kOp, "activation")};
+              choice_of(activation, GateActivation::kSigmoid, kOp, "activation"),
+              programmatic_launch};
   }
 
  private:

@@ -20,6 +20,7 @@ struct GatedRmsNormParams {
   float eps;
   bool gate_first;
   GateActivation activation;
+  bool programmatic_launch;  // the weight may be read before the kernel in front on the stream is complete
 };
 
 }  // namespace hf_fastpath

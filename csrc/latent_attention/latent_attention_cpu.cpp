@@ -141,9 +141,9 @@ Tensor latent_attention_cpu(const Tensor& q_latent, const Tensor& q_rope, const 
                             const std::optional<Tensor>& kv_table, int64_t layer,
                             const std::optional<Tensor>& new_latent, const std::optional<Tensor>& new_rope,
                             const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                            int64_t rotation) {
+                            int64_t rotation, bool programmatic_launch) {
   const LatentAttentionCall call(q_latent, q_rope, latents, rope_keys, seq_lens, starts, scale, kv_table,
-                                 layer, new_latent, new_rope, cos, sin, rotation);
+                                 layer, new_latent, new_rope, cos, sin, rotation, programmatic_launch);
   const LatentAttentionParams& p = call.params;
   for (int64_t row = 0; row < p.batch && p.new_latent.data != nullptr; ++row)
     with_storage(p.dtype, [&](auto* tag) { append<std::remove_pointer_t<decltype(tag)>>(p, row); });

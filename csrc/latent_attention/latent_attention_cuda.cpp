@@ -11,10 +11,10 @@ Tensor latent_attention_cuda(const Tensor& q_latent, const Tensor& q_rope, const
                              const std::optional<Tensor>& kv_table, int64_t layer,
                              const std::optional<Tensor>& new_latent, const std::optional<Tensor>& new_rope,
                              const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                             int64_t rotation) {
+                             int64_t rotation, bool programmatic_launch) {
   const DeviceGuard guard(q_latent);
   const LatentAttentionCall call(q_latent, q_rope, latents, rope_keys, seq_lens, starts, scale, kv_table,
-                                 layer, new_latent, new_rope, cos, sin, rotation);
+                                 layer, new_latent, new_rope, cos, sin, rotation, programmatic_launch);
   if (call.out.numel() == 0) return call.out;
   Tensor workspace =
       torch::stable::new_empty(q_latent, {latent_workspace_bytes(call.params)}, ScalarType::Byte);

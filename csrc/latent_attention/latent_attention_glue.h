@@ -13,7 +13,8 @@ class LatentAttentionCall {
                       const Tensor& rope_keys, const Tensor& seq_lens, const std::optional<Tensor>& starts,
                       double scale, const std::optional<Tensor>& kv_table, int64_t layer,
                       const std::optional<Tensor>& new_latent, const std::optional<Tensor>& new_rope,
-                      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, int64_t rotation)
+                      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, int64_t rotation,
+                      bool programmatic_launch)
       : call_(kOp, dtype_of(q_latent, kOp)),
         lens_(hf_fastpath::contiguous(seq_lens)),
         out(empty_like_with_sizes(q_latent, sizes_of(q_latent))) {
@@ -55,6 +56,7 @@ class LatentAttentionCall {
     params.rotation = choice_of(rotation, Rotation::kNeighborsToHalves, kOp, "rotation");
     params.out = out.mutable_data_ptr();
     params.scale = static_cast<float>(scale);
+    params.programmatic_launch = programmatic_launch;
   }
 
  private:

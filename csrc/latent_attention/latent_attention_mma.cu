@@ -8,7 +8,8 @@
 //   chunks, nor the weights', which take four rows of two, share a bank.
 // Traffic: positions * (rank + rope_dim) * 2 bytes, once a block of heads; and 4 * rank bytes a head
 //   and split.
-// Roofline: memory bandwidth for 16 heads.
+// Roofline: memory bandwidth for 16 heads; latency for short texts. Positions that this call does not append
+//   come while the kernel in front still runs.
 
 #include <type_traits>
 
@@ -45,7 +46,8 @@ struct Layout {
   }
 };
 
-// Brings positions [position, end) of a tile on their way; zeros behind them.
+// Brings positions [position, end) of a tile on their way, without one that this call appends; zeros behind
+// them.
 template <class T, int kRank, int kRope>
 __device__ __forceinline__ void load_tile(const LatentAttentionParams& p, const LatentRange& range, int row,
                                           int position, int end, unsigned char* tile) {
@@ -53,13 +55,7 @@ __device__ __forceinline__ void load_tile(const LatentAttentionParams& p, const 
   for (int i = threadIdx.x; i < kTile * L::kChunks; i += kThreads) {
     const int r = i / L::kChunks, chunk = i % L::kChunks;
     const bool present = position + r < end;
-    if (p.new_latent.data && present && position + r == range.last - 1) {
-      alignas(16) T elements[kChunkElems];
-#pragma unroll
-      for (int e = 0; e < kChunkElems; ++e) elements[e] = newest<T>(p, row, chunk * kChunkElems + e);
-      *reinterpret_cast<uint4*>(tile + L::at(r, chunk)) = *reinterpret_cast<const uint4*>(elements);
-      continue;
-    }
+    if (p.new_latent.data && present && position + r == range.last - 1) continue;
     const int64_t slot = int64_t(row) * range.capacity + (present ? position + r : 0);
     const T* from = chunk < kRank / kChunkElems
                         ? static_cast<const T*>(range.latents) + slot * kRank + chunk * kChunkElems
@@ -68,6 +64,21 @@ __device__ __forceinline__ void load_tile(const LatentAttentionParams& p, const 
     copy_async(tile + L::at(r, chunk), from, present);
   }
   commit_copies();
+}
+
+// Puts the position that this call appends, if it is one of those, into their tile.
+template <class T, int kRank, int kRope>
+__device__ __forceinline__ void put_newest(const LatentAttentionParams& p, const LatentRange& range, int row,
+                                           int position, int end, unsigned char* tile) {
+  using L = Layout<kRank, kRope>;
+  const int r = range.last - 1 - position;
+  if (!p.new_latent.data || r < 0 || r >= kTile || range.last > end) return;
+  for (int chunk = threadIdx.x; chunk < L::kChunks; chunk += kThreads) {
+    alignas(16) T elements[kChunkElems];
+#pragma unroll
+    for (int e = 0; e < kChunkElems; ++e) elements[e] = newest<T>(p, row, chunk * kChunkElems + e);
+    *reinterpret_cast<uint4*>(tile + L::at(r, chunk)) = *reinterpret_cast<const uint4*>(elements);
+  }
 }
 
 template <class T, int kRank, int kRope>
@@ -113,13 +124,20 @@ __global__ void __launch_bounds__(kThreads) latent_mma_kernel(LatentSplits s, bo
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, g = lane / 4, q = lane % 4;
   const int split = blockIdx.x, first_head = blockIdx.y * kRows, row = blockIdx.z;
   allow_next_kernel();
-  wait_for_previous_kernel();
+  // A kernel in front may have appended the newest position, if this call does not.
+  if (!p.programmatic_launch || !p.new_latent.data) wait_for_previous_kernel();
   const LatentRange range(s, row);
-  if (split == 0 && blockIdx.y == 0) append_newest<T>(p, range, row);
-  if (split >= range.active) return;
   const int begin = range.begin(split), end = range.end(split);
-  load_tile<T, kRank, kRope>(p, range, row, begin, end, tiles);
-  load_tile<T, kRank, kRope>(p, range, row, begin + kTile, end, tiles + L::kTileBytes);
+  const bool is_active = split < range.active;
+  if (is_active) {
+    load_tile<T, kRank, kRope>(p, range, row, begin, end, tiles);
+    load_tile<T, kRank, kRope>(p, range, row, begin + kTile, end, tiles + L::kTileBytes);
+  }
+  wait_for_previous_kernel();
+  if (split == 0 && blockIdx.y == 0) append_newest<T>(p, range, row);
+  if (!is_active) return;
+  put_newest<T, kRank, kRope>(p, range, row, begin, end, tiles);
+  put_newest<T, kRank, kRope>(p, range, row, begin + kTile, end, tiles + L::kTileBytes);
   load_queries<T, kRank, kRope>(p, row, first_head, whole, queries);
 
   const float scale = p.scale * kLog2e;
@@ -224,6 +242,7 @@ __global__ void __launch_bounds__(kThreads) latent_mma_kernel(LatentSplits s, bo
     }
     __syncthreads();  // tile and scores are free
     load_tile<T, kRank, kRope>(p, range, row, position + 2 * kTile, end, tiles + buffer * L::kTileBytes);
+    put_newest<T, kRank, kRope>(p, range, row, position + 2 * kTile, end, tiles + buffer * L::kTileBytes);
   }
   wait_for_copies<0>();
 
@@ -271,7 +290,7 @@ void launch(const LatentSplits& s, cudaStream_t stream) {
   const bool whole = is_whole(p.q_latent) && is_whole(p.q_rope);
   const unsigned blocks = static_cast<unsigned>((p.heads + kRows - 1) / kRows);
   const dim3 grid(s.splits, blocks, static_cast<unsigned>(p.batch)), block(kThreads);
-  const bool programmatic_launch = true;  // nothing is read before the wait
+  const bool programmatic_launch = true;  // else the kernel waits before it reads
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(latent_mma_kernel<T, kRank, kRope>,
                                               cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   HF_FASTPATH_CUDA_CHECK(launch_programmatic(latent_mma_kernel<T, kRank, kRope>, grid, block, kBytes, stream,

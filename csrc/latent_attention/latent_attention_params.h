@@ -52,6 +52,8 @@ struct LatentAttentionParams {
       new_rope;    // [batch, rank] and [batch, rope_dim] of the newest position, or null: appended
   Heads cos, sin;  // [batch, rope_dim], which turn q_rope and new_rope; or null
   Rotation rotation;
+  bool programmatic_launch;  // lengths, table and old positions may be read before the kernel in front on the
+                             // stream is complete
 };
 
 }  // namespace hf_fastpath

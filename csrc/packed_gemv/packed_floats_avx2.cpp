@@ -61,8 +61,10 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
   constexpr int kMost = Vector8::kRows;
   alignas(32) float weights[kS][kBlocks * kPackedBlock];
-  TileRows<F32, kS> dequantized;
-  for (int r = 0; r < kS; ++r) dequantized.row[r] = weights[r];
+  TileRows<F32, kS> dequantized[kBlocks];  // a block is summed by itself: fewer roundings follow each other
+  for (int i = 0; i < kBlocks; ++i) {
+    for (int r = 0; r < kS; ++r) dequantized[i].row[r] = weights[r] + i * kPackedBlock;
+  }
   __m256 total[kS * kDequantizedRows];
   for (int r = 0; r < kS; ++r) {
     for (int64_t m = 0; m < args.rows; ++m) total[r * kDequantizedRows + m] = _mm256_setzero_ps();
@@ -78,8 +80,10 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
     const float* x = args.x + b * kPackedBlock;
     for (int64_t g = 0, m = 0; g < groups; ++g) {
       const int64_t rows = (args.rows - m + groups - g - 1) / (groups - g);
-      accumulate_rows<Vector8, F32, kS, kMost, kDequantizedRows>(rows, dequantized, x + m * width, width,
-                                                                 blocks * kPackedBlock, 0, total + m);
+      for (int64_t i = 0; i < blocks; ++i) {
+        accumulate_rows<Vector8, F32, kS, kMost, kDequantizedRows>(
+            rows, dequantized[i], x + i * kPackedBlock + m * width, width, kPackedBlock, 0, total + m);
+      }
       m += rows;
     }
   }

@@ -8,26 +8,34 @@
 namespace hf_fastpath {
 namespace {
 
+// Sums that take turns: a long sum has fewer roundings in each.
+constexpr int kSums = 4;
+
 // `decay_of(n, count)`: the decays of `count` elements from element n on.
 template <class Decay>
 HF_INLINE float run_channel(const SelectiveChannel& channel, const Decay& decay_of) {
   const __m256 added = _mm256_set1_ps(channel.added);
-  __m256 sum = _mm256_setzero_ps();
+  __m256 sums[kSums];
+  for (__m256& sum : sums) sum = _mm256_setzero_ps();
+  const auto step = [&](int64_t n, int64_t count, auto load, auto store, __m256& sum) {
+    const __m256 more = _mm256_mul_ps(added, load(channel.b + n));
+    const __m256 state = _mm256_fmadd_ps(decay_of(n, count), load(channel.state + n), more);
+    store(channel.state + n, state);
+    sum = _mm256_fmadd_ps(state, load(channel.c + n), sum);
+  };
+  const auto load = [](const float* from) { return _mm256_loadu_ps(from); };
+  const auto store = [](float* to, __m256 value) { _mm256_storeu_ps(to, value); };
   int64_t n = 0;
-  for (; n + kLanes <= channel.state_size; n += kLanes) {
-    const __m256 more = _mm256_mul_ps(added, _mm256_loadu_ps(channel.b + n));
-    const __m256 state = _mm256_fmadd_ps(decay_of(n, kLanes), _mm256_loadu_ps(channel.state + n), more);
-    _mm256_storeu_ps(channel.state + n, state);
-    sum = _mm256_fmadd_ps(state, _mm256_loadu_ps(channel.c + n), sum);
+  for (; n + kSums * kLanes <= channel.state_size; n += kSums * kLanes) {
+    for (int i = 0; i < kSums; ++i) step(n + i * kLanes, kLanes, load, store, sums[i]);
   }
-  if (n < channel.state_size) {
-    const int64_t rest = channel.state_size - n;
-    const __m256 more = _mm256_mul_ps(added, F32::load(channel.b + n, rest));
-    const __m256 state = _mm256_fmadd_ps(decay_of(n, rest), F32::load(channel.state + n, rest), more);
-    F32::store(channel.state + n, state, rest);
-    sum = _mm256_fmadd_ps(state, F32::load(channel.c + n, rest), sum);
+  for (; n + kLanes <= channel.state_size; n += kLanes) step(n, kLanes, load, store, sums[0]);
+  if (const int64_t rest = channel.state_size - n; rest > 0) {
+    const auto load_rest = [=](const float* from) { return F32::load(from, rest); };
+    const auto store_rest = [=](float* to, __m256 value) { F32::store(to, value, rest); };
+    step(n, rest, load_rest, store_rest, sums[1]);
   }
-  return horizontal_sum(sum);
+  return horizontal_sum(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
 }
 
 }  // namespace

@@ -20,6 +20,17 @@ inline void check_topk_softmax(const Tensor& logits, const Tensor& expert_ids) {
                   "], contiguous");
 }
 
+// Refuses scores of a router, [..., num_experts], that are not for the experts with these weights. Returns
+// their number.
+inline int64_t check_scores(const Tensor& logits, const Tensor& down_weight) {
+  dtype_of(logits, "routed_experts");
+  STD_TORCH_CHECK(
+      down_weight.dim() == 3 && logits.dim() >= 1 && logits.numel() > 0 &&
+          logits.size(logits.dim() - 1) == down_weight.size(0) && down_weight.size(0) <= 1024,
+      "hf_fastpath::routed_experts: logits has to be [..., num_experts] for at most 1024 experts");
+  return down_weight.size(0);
+}
+
 // Uninitialized float32 tensor of `like`'s shape and device.
 inline Tensor empty_weights(const Tensor& like) {
   return torch::stable::new_empty(like, {like.size(0), like.size(1)}, ScalarType::Float);

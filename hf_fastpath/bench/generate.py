@@ -263,7 +263,7 @@ def bench(
     """Run the benchmark, and print a table for every model, context and batch as soon as it is measured.
 
     Args:
-        models: names of :data:`shapes.MODELS`, which are built with random weights; or a model that is ready.
+        models: names that :func:`shapes.shape` knows, which are built with random weights; or a model that is ready.
         dtype, device: of the models that are built.
         contexts, batches: prompt lengths and batch sizes; a length that a model has no positions for is left out, and a
             line says so.
@@ -322,12 +322,21 @@ def bench(
     return rows
 
 
+def _model(text: str) -> str:
+    """Parse a name that :func:`shapes.shape` knows."""
+    try:
+        shapes.shape(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hf-fastpath bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sizes = dict(choices=list(shapes.MODELS), metavar="MODEL", help=", ".join(shapes.MODELS))
-    parser.add_argument("--model", nargs="+", default=["mistral-7b"], **sizes)
+    known = ", ".join(shapes.MODELS) + "; mistral-7b:8 has the first 8 layers alone"
+    parser.add_argument("--model", nargs="+", default=["mistral-7b"], type=_model, metavar="MODEL", help=known)
     parser.add_argument("--dtype", default="fp16", choices=list(DTYPES))
     parser.add_argument("--device", type=arguments.device, help="cuda, cuda:1, cpu; default: cuda if there is one")
     parser.add_argument("--context", nargs="+", type=arguments.count, default=[128, 4096])

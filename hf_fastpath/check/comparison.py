@@ -21,6 +21,7 @@ from ..compat import (
     encoder_output,
     generate_over,
     has_encoder,
+    known_positions,
     over_encoder,
     text_cache,
     text_name,
@@ -98,7 +99,7 @@ def _cases_over(encoded: torch.Tensor, ids: torch.Tensor, limit: int) -> Iterato
 
 
 def _all_cases(model: nn.Module, ids: torch.Tensor, new_tokens: int, encoded: torch.Tensor | None) -> list[_Case]:
-    limit = getattr(model.config, "max_position_embeddings", None) or LONG_TOKENS + new_tokens
+    limit = min(known_positions(model.config), default=LONG_TOKENS + new_tokens)
     if encoded is not None:
         return list(_cases_over(encoded, ids, limit))
     part = state_of(model).plans.part_of(model)

@@ -28,6 +28,7 @@ from .code import (
     forward_attribute,
     functions_of_configs,
     hook_of,
+    hooks_with_effect,
     is_known_code,
     is_ours,
     is_run_elsewhere,
@@ -92,7 +93,7 @@ from .generation import (
     uses_generation_mixin_sample,
 )
 from .models import (
-    PROMPT_NOTES,
+    FORWARD_NOTES,
     Conv1D,
     activation_of,
     attention_function,
@@ -107,6 +108,7 @@ from .models import (
     has_static_rope,
     is_decoder_alone,
     is_multimodal,
+    known_positions,
     model_of_config,
     outputs_are_captured,
     put_layer_entries,
@@ -137,15 +139,18 @@ from .parallel import (
 )
 from .seams import (
     EXPAND,
+    ExpertStacks,
     RecordingCache,
     ask_for_plain_functions,
     ask_for_seams,
     expanding_modules,
+    expert_stacks,
     forward_over,
     gathered_experts,
-    has_default_gate,
     install_seams,
     mask_sees,
     takes_positions,
+    with_held,
+    with_stacks,
 )
 from .versions import TESTED_TRANSFORMERS, transformers_version

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -100,12 +100,16 @@ def _does_nothing(hook: Callable[..., Any]) -> bool:
 def hook_of(module: nn.Module) -> Callable[..., Any] | None:
     """Return a hook with an effect that calling ``module`` without gradients would run, or None."""
     contents = module.__dict__
-    after, before = contents["_forward_hooks"], contents["_forward_pre_hooks"]
     of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
-    if not after and not before and not any(of_all):
+    if not contents["_forward_hooks"] and not contents["_forward_pre_hooks"] and not any(of_all):
         return None
-    found = (hook for hook in (*after.values(), *before.values()) if not _does_nothing(hook))
-    return next(chain(found, *(hooks.values() for hooks in of_all)), None)
+    return next(chain(hooks_with_effect(contents), *(hooks.values() for hooks in of_all)), None)
+
+
+def hooks_with_effect(contents: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    """Yield the hooks among the ``contents`` of a module that have an effect on a forward without gradients."""
+    hooks = chain(contents["_forward_hooks"].values(), contents["_forward_pre_hooks"].values())
+    return (hook for hook in hooks if not _does_nothing(hook))
 
 
 def functions_of_configs(configs: Iterable[Any]) -> list[Any]:

@@ -190,13 +190,24 @@ def _generates_from_a_cache(model: nn.Module) -> bool:
     return config is not None and can_generate(model) and not getattr(config, "is_encoder_decoder", False)
 
 
+#: entries of a config that may say how many positions there are
+_LONGEST = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx", "max_seq_len")
+
+
+def known_positions(config: Any) -> list[int]:
+    """Return the numbers of positions that a model knows by its config; none if the config says none."""
+    entries = vars(config.get_text_config(decoder=True))
+    return [entries[name] for name in _LONGEST if isinstance(entries.get(name), int)]
+
+
 def text_decoder(model: Any) -> nn.Module:
     """Return the decoder inside a multimodal model, without the head."""
     return model.get_decoder()
 
 
-#: attributes in which forwards of transformers' classes note something about the prompt that they have read
-PROMPT_NOTES = frozenset({"rope_deltas"})
+#: attributes in which forwards of transformers' classes note something: about the prompt that they have read, and that
+#: modules have got the hooks which collect hidden states
+FORWARD_NOTES = frozenset({"rope_deltas", "_output_capturing_hooks_installed"})
 
 
 def model_of_config(config: Any, **arguments: Any) -> Any:

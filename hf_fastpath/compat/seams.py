@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, batched_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -145,6 +147,9 @@ class _RecordingLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def __deepcopy__(self, memo: dict) -> _RecordingLayer:
+        raise NotImplementedError("a layer of the cache is copied")
+
 
 class _RecordingBoth(LinearAttentionLayer, _RecordingLayer):
     def __init__(self, index: int, kind: LayerKind, append: Callable[..., Any]):
@@ -163,6 +168,63 @@ def mask_sees(mask_function: Callable[..., Any], queries: torch.Tensor, keys: to
     zero = torch.zeros((), dtype=torch.long)
     seen = mask_function(zero, zero, queries[:, None], keys[None, :])
     return torch.as_tensor(seen).expand(len(queries), len(keys))
+
+
+def with_held(mask_function: Callable[..., Any], held: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Return a mask function that uses ``held(tensor)`` for each tensor that is bound in it, or in functions in it."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return held(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(changed, value))
+        return with_held(value, held) if isinstance(value, types.FunctionType) else value
+
+    if not isinstance(mask_function, types.FunctionType) or not mask_function.__closure__:
+        return mask_function
+    cells = tuple(types.CellType(changed(cell.cell_contents)) for cell in mask_function.__closure__)
+    code, known = mask_function.__code__, mask_function.__globals__
+    return types.FunctionType(code, known, mask_function.__name__, mask_function.__defaults__, cells)
+
+
+@dataclass(frozen=True)
+class ExpertStacks:
+    """How a module keeps the weights of its experts.
+
+    Attributes:
+        tensors: name of a parameter -> [num_experts, ...]: what makes gate and up, or up alone; down; their biases.
+        roles: argument of ``ops.fused_experts`` -> name of the parameter.
+        has_gate: whether there is a gate.
+        is_transposed: whether matrices are [in_features, out_features].
+        is_concatenated: whether gate features come first, then up features; otherwise they alternate.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    roles: dict[str, str]
+    has_gate: bool
+    is_transposed: bool
+    is_concatenated: bool
+
+
+def expert_stacks(module: nn.Module) -> ExpertStacks | None:
+    """Return how a module keeps the weights of its experts, None if it keeps them otherwise than as stacks alone."""
+    has_gate = getattr(module, "has_gate", True)
+    first = "gate_up_proj" if has_gate else "up_proj"
+    roles = {"gate_up_weight": first, "down_weight": "down_proj"}
+    if getattr(module, "has_bias", False):
+        roles |= {"gate_up_bias": f"{first}_bias", "down_bias": "down_proj_bias"}
+    held = dict(module.named_parameters())
+    if held.keys() != set(roles.values()):
+        return None
+    how = (getattr(module, name, default) for name, default in (("is_transposed", False), ("is_concatenated", True)))
+    return ExpertStacks(held, roles, has_gate, *how)
+
+
+def with_stacks(module: nn.Module, tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """Return a module that is as ``module`` but for the weights of its experts, by the names of its parameters."""
+    made = copy.copy(module)
+    vars(made)["_parameters"] = dict(tensors)
+    return made
 
 
 def gathered_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -203,9 +265,3 @@ def takes_positions(model: nn.Module) -> bool:
         return True
     two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     return inputs_behind(model, two, {"position_ids": two, "use_cache": True}).get("position_ids") is not None
-
-
-def has_default_gate(module: nn.Module) -> bool:
-    """Whether a module with the weights of experts applies its gate as transformers does by default."""
-    gate = getattr(type(module), "_apply_gate", None)
-    return gate is None or gate is _default_apply_gate

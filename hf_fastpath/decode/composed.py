@@ -3,15 +3,13 @@ CUDA graph captures them."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import torch
 from torch import nn
 
 from ..choices import Activation, Rotation
 from ..ops import fused_experts, topk_softmax
 from ..ops.decode_attention import visible_slots
+from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import dequantized, gathered, quantized
 from ..ops.rope_append import rotate
 
@@ -61,6 +59,7 @@ def experts_and_weights(
     transposed: bool,
     alpha: float = 1.702,
     limit: float = 7.0,
+    concatenated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``ops.fused_experts`` with the ``top_k`` experts whose ``logits``, [..., num_experts], are largest.
 
@@ -74,18 +73,38 @@ def experts_and_weights(
     scores = logits.flatten(0, -2)
     ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
     weights = topk_softmax.overload(scores, ids, normalized, rounded, programmatic_launch)
-    stacks, settings = (gate_up_weight, down_weight), (gate_up_bias, down_bias, transposed, alpha, limit)
-    return fused_experts.overload(
-        x, ids, weights, *stacks, residual, activation, programmatic_launch, *settings
-    ), weights
+    stacks, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
+    settings = (activation, programmatic_launch, *biases, transposed, alpha, limit, concatenated)
+    return fused_experts.overload(x, ids, weights, *stacks, residual, *settings), weights
 
 
-def routed_experts(*arguments: Any) -> torch.Tensor:
-    """Return the output of :func:`experts_and_weights`."""
-    return experts_and_weights(*arguments)[0]
+def scaled_experts(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    top_k: int,
+    activation: Activation,
+    programmatic_launch: bool,
+) -> torch.Tensor:
+    """Add what the ``top_k`` experts whose ``logits``, [..., num_experts], are largest make of x times the sigmoid of
+    their logits.
 
+    The weights are those of ``ops.fused_experts``, transposed and concatenated.
 
-routed_experts.__signature__ = inspect.signature(experts_and_weights)
+    Source: transformers ``models/llama4/modeling_llama4.py@5.24``, ``Llama4TextMoe``.
+    """
+    shares, ids = logits.flatten(0, -2).topk(top_k)
+    rows = (x.reshape(len(ids), 1, -1) * shares.float().sigmoid().to(x.dtype)[..., None]).flatten(0, 1)
+    settings = (activation, programmatic_launch, None, None, True, 1.702, 7.0, True)
+    parts = [
+        fused_experts.overload(
+            part, choice, torch.ones_like(choice, dtype=torch.float32), gate_up_weight, down_weight, None, *settings
+        )
+        for part, choice in zip(rows.split(MAX_ROWS), ids.reshape(-1, 1).split(MAX_ROWS))
+    ]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.view(*ids.shape, -1).sum(1).view(x.shape)
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -95,6 +95,23 @@ class Call:
     @property
     def name(self) -> str:
         return getattr(self.op, "__name__", str(self.op))
+
+
+def registers_in(value: Any) -> Iterator[Register]:
+    """Yield the registers in an argument: the argument itself, those in a list, those in a value."""
+    if isinstance(value, Register):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from registers_in(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from registers_in(getattr(value, each.name))
+
+
+def read_by(call: Call) -> list[Register]:
+    """Return the registers that a call reads."""
+    return [register for value in call.arguments.values() for register in registers_in(value)]
 
 
 @dataclass(frozen=True)

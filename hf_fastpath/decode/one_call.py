@@ -11,7 +11,7 @@ from .. import ops
 from ..choices import Activation
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
 from ..ops.kv_cache import KVCache
-from .named_calls import Call, Norm, Register, Step
+from .named_calls import Call, Norm, Register, Step, read_by
 
 #: the ops of a layer's calls in order, for plain weights and for quantized ones
 _KINDS = (
@@ -126,8 +126,12 @@ def one_call(calls: list[Call], register: Callable[[], Register], step: Step) ->
     arguments = _decode_layers(layers, calls[end].arguments)
     if calls[end].op is not ops.gemv.overload or arguments is None:
         return calls
+    inside, behind = calls[start:end], calls[end + 1 :]
+    read_behind = {register.index for call in behind for register in read_by(call)}
+    if any(call.out.index in read_behind for call in inside):
+        return calls  # a product that the layers' result is added to behind it, and no head
     made = Call(ops.decode_layers.overload, arguments, calls[end].out)
-    return [*calls[:start], made, *calls[end + 1 :]]
+    return [*calls[:start], made, *behind]
 
 
 def _shared(layers: list[_Layer]) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from torch import nn
 from .. import compat
 from . import structure
 
-#: dicts of a module that hold what the module is made of, and the hooks that are called with it
-_CONTENTS = itemgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+#: dicts of a module that hold what the module is made of
+_CONTENTS = itemgetter("_modules", "_parameters", "_buffers")
 #: attributes of every module of which all but one are bookkeeping, and what forwards write by themselves
-_BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | compat.PROMPT_NOTES
+_BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | compat.FORWARD_NOTES
 _FACTS = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype")
 
 
@@ -88,7 +88,9 @@ class Snapshot:
         # a function that ``kernels`` may replace is a module
         inner = [vars(function).get("forward") for function in functions if isinstance(function, nn.Module)]
         inside = _all_values(filter(None, chain.from_iterable(map(_CONTENTS, spaces))))
-        return [*chain.from_iterable(held), *map(len, spaces), *inside, *functions, *inner]
+        sizes = [len(space) - sum(note in space for note in compat.FORWARD_NOTES) for space in spaces]
+        hooks = chain.from_iterable(map(compat.hooks_with_effect, spaces))
+        return [*chain.from_iterable(held), *sizes, *inside, *hooks, *functions, *inner]
 
     def _facts_of(self, tensors: Iterable[torch.Tensor]) -> list:
         """Return where tensors are and of which type, and what the angles of positions depend on."""

@@ -215,18 +215,19 @@ def mixture(
     residual: Any = None,
     norm: NormPart | None = None,
     programmatic_launch: bool = False,
-    experts: Callable[..., Any] = composed.routed_experts,
+    experts: Callable[..., Any] = ops.routed_experts.overload,
 ) -> Any:
     """Emit ``residual + part(norm(x))`` as ``experts`` computes it; ``composed.experts_and_weights`` is one such op."""
-    if norm is not None:  # router and experts share its result
+    if norm is not None and part.spec.transposed:  # the kernels of such experts take no norm
         op, arguments = _norm_op(norm, programmatic_launch)
-        x = emit(op, x=x, **arguments)
+        x, norm = emit(op, x=x, **arguments), None
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
     shard = shard_of(part.experts)
     made = emit(
         experts,
         x=x,
-        logits=projection(emit, part.router, x, programmatic_launch=programmatic_launch),
+        logits=projection(emit, part.router, x, norm=norm, programmatic_launch=programmatic_launch),
+        norm=norm_of(norm),
         gate_up_weight=gate_up,
         down_weight=down,
         residual=residual if shard is None else None,

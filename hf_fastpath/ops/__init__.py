@@ -32,6 +32,7 @@ from .quantizing_attention import SPEC as quantizing_attention
 from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
 from .rope_append import SPEC as rope_append
+from .routed_experts import SPEC as routed_experts
 from .selective_state_step import SPEC as selective_state_step
 from .short_convolution import SPEC as short_convolution
 from .step_inputs import SPEC as step_inputs
@@ -67,6 +68,7 @@ __all__ = [
     "read_stream",
     "rms_norm",
     "rope_append",
+    "routed_experts",
     "selective_state_step",
     "short_convolution",
     "step_inputs",

@@ -13,6 +13,8 @@ from .gemv import rows_reason
 MAX_TOP_K = 32
 #: activations of a gate: functions of one value, and the activation that clamps gate and up
 EXPERT_GATES = (*GATES, Activation.CLAMPED_SWIGLU)
+#: the activation of experts without a gate
+UNGATED = Activation.SQUARED_RELU
 
 
 def reference(
@@ -29,6 +31,7 @@ def reference(
     transposed: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    concatenated: bool = False,
 ) -> torch.Tensor:
     """Compute ``sum over k of expert_weights[:, k] * expert(expert_ids[:, k], x) + residual``, with
     ``expert(e, x) = (activation(gate) * up) @ down_weight[e].T`` and ``gate | up = x @ gate_up_weight[e].T``.
@@ -39,11 +42,13 @@ def reference(
             nothing.
         expert_weights: float32 [rows, top_k].
         gate_up_weight: [num_experts, 2 * intermediate_size, hidden_size], the model's own tensor; each expert has gate,
-            then up. Experts and rows may be strided; the last dimension is contiguous.
+            then up. Experts and rows may be strided; the last dimension is contiguous. With ``squared_relu`` experts
+            have no gate: [num_experts, intermediate_size, hidden_size].
         down_weight: [num_experts, hidden_size, intermediate_size], as ``gate_up_weight``.
         residual: [..., hidden_size] or None.
         activation: ``silu``, ``gelu_tanh`` or ``gelu``; with ``transposed`` also ``clamped_swiglu``, which is
-            ``gate * sigmoid(alpha * gate) * (up + 1)`` with gate at most ``limit`` and up within ``limit`` of zero.
+            ``gate * sigmoid(alpha * gate) * (up + 1)`` with gate at most ``limit`` and up within ``limit`` of zero;
+            without it also ``squared_relu``, which is ``relu(up)**2``.
         programmatic_launch: CUDA may launch while the kernel in front on this stream still runs; see ``gemv``. The
             result does not depend on it.
         gate_up_bias: [num_experts, 2 * intermediate_size], added to gate and up, or None; only with ``transposed``.
@@ -52,6 +57,7 @@ def reference(
         transposed: the weights are stored [num_experts, hidden_size, 2 * intermediate_size] and
             [num_experts, intermediate_size, hidden_size], and gate and up features alternate: gate 0, up 0, gate 1.
         alpha, limit: of ``clamped_swiglu``; limit is positive.
+        concatenated: gate features come first, then up features, though the weights are ``transposed``.
 
     Returns:
         [..., hidden_size] in x's dtype, contiguous. The result of an expert's activation is rounded to that dtype.
@@ -60,7 +66,9 @@ def reference(
         OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or the activation is unknown.
 
     Source: transformers ``integrations/moe.py@5.23``, ``batched_mm_experts_forward``; transposed
-    ``models/gpt_oss/modeling_gpt_oss.py@5.23``, ``GptOssExperts``.
+    ``models/gpt_oss/modeling_gpt_oss.py@5.23``, ``GptOssExperts``; transposed and concatenated
+    ``models/aria/modeling_aria.py@5.24``, ``AriaExperts``; without a gate
+    ``models/nemotron_h/modeling_nemotron_h.py@5.24``, ``NemotronHExperts``.
     """
     num_experts, hidden_size = down_weight.shape[0], x.shape[-1]
     rows, top_k = expert_ids.shape
@@ -70,8 +78,13 @@ def reference(
     gate_up = _products(repeated, gate_up_weight[chosen], transposed)
     if gate_up_bias is not None:
         gate_up = gate_up + gate_up_bias[chosen]
-    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if transposed else gate_up.chunk(2, dim=-1)
-    hidden = clamped(gate, up, alpha, limit) if activation == Activation.CLAMPED_SWIGLU else gated(gate, up, activation)
+    if activation == UNGATED:
+        hidden = torch.relu(gate_up).square()
+    else:
+        alternating = transposed and not concatenated
+        gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if alternating else gate_up.chunk(2, dim=-1)
+        is_clamped = activation == Activation.CLAMPED_SWIGLU
+        hidden = clamped(gate, up, alpha, limit) if is_clamped else gated(gate, up, activation)
     out = _products(hidden, down_weight[chosen], transposed)
     if down_bias is not None:
         out = out + down_bias[chosen]
@@ -114,13 +127,17 @@ def why_not(
     down_bias,
     transposed,
     limit,
+    concatenated,
 ) -> list[str]:
     stacks = {"gate_up_weight": gate_up_weight, "down_weight": down_weight}
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     reasons = tensor_reasons(x, **stacks, residual=residual, **biases)
-    reasons += rows_reason(x) + choice_reason("activation", activation, EXPERT_GATES if transposed else GATES)
+    reasons += rows_reason(x)
+    reasons += choice_reason("activation", activation, EXPERT_GATES if transposed else (*GATES, UNGATED))
     if not transposed:
         reasons += [f"{name} goes with transposed" for name, bias in biases.items() if bias is not None]
+    if concatenated and not transposed:
+        reasons.append("concatenated goes with transposed: gate and up of other weights always follow each other")
     if not limit > 0:
         reasons.append(f"limit is {limit}, expected a positive number")
     reasons += shape_reason("residual", residual, tuple(x.shape))
@@ -139,7 +156,8 @@ def why_not(
     if tuple(expert_ids.shape) != (rows, top_k) or not 1 <= top_k <= MAX_TOP_K:
         reasons.append(f"expert_ids has shape {tuple(expert_ids.shape)}, expected [{rows}, 1 to {MAX_TOP_K}]")
     reasons += shape_reason("expert_weights", expert_weights, tuple(expert_ids.shape))
-    for name, features, in_features in (("gate_up", 2 * width, hidden_size), ("down", hidden_size, width)):
+    first = width if activation == UNGATED else 2 * width
+    for name, features, in_features in (("gate_up", first, hidden_size), ("down", hidden_size, width)):
         sides = (in_features, features) if transposed else (features, in_features)
         reasons += _stack_reason(f"{name}_weight", stacks[f"{name}_weight"], (num_experts, *sides))
         reasons += shape_reason(f"{name}_bias", biases[f"{name}_bias"], (num_experts, features))
@@ -159,7 +177,8 @@ def samples(device: torch.device, dtype: torch.dtype):
 
         scores = torch.randn(rows, num_experts, device=device)
         weights, ids = scores.softmax(-1).topk(top_k)
-        stacks = randn(num_experts, 2 * width, hidden_size, std=hidden_size**-0.5)
+        features = width if options.get("activation") == UNGATED else 2 * width
+        stacks = randn(num_experts, features, hidden_size, std=hidden_size**-0.5)
         down = randn(num_experts, hidden_size, width, std=width**-0.5)
         if options.get("transposed"):
             stacks, down = (stack.mT.contiguous() for stack in (stacks, down))
@@ -180,6 +199,10 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 4, 8, 128, 96, residual=True, programmatic_launch=True, **oss)
     yield call(2, 2, 4, 60, 37, limit=0.5, alpha=1.3, **oss)
     yield call(9, 2, 3, 72, 64, residual=True, transposed=True)
+    yield call(1, 6, 8, 128, 64, transposed=True, concatenated=True, programmatic_launch=True)  # Aria
+    yield call(5, 2, 3, 60, 37, residual=True, transposed=True, concatenated=True, biases=True)
+    yield call(1, 6, 8, 96, 56, activation=UNGATED, programmatic_launch=True)  # Nemotron-H
+    yield call(4, 2, 3, 61, 19, residual=True, activation=UNGATED)
 
 
 SPEC = register(
@@ -188,7 +211,8 @@ SPEC = register(
         schema=(
             "(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up_weight, Tensor down_weight, "
             "Tensor? residual=None, int activation=2, bool programmatic_launch=False, Tensor? gate_up_bias=None, "
-            "Tensor? down_bias=None, bool transposed=False, float alpha=1.702, float limit=7.0) -> Tensor"
+            "Tensor? down_bias=None, bool transposed=False, float alpha=1.702, float limit=7.0, "
+            "bool concatenated=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

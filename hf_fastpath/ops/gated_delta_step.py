@@ -25,6 +25,7 @@ def reference(
     scale: float,
     l2_norm: bool = True,
     beta_scale: float = 1.0,
+    programmatic_launch: bool = False,
 ) -> torch.Tensor:
     """Decay the state, replace what it holds for the key by the value, as far as beta says, and read it for the query.
 
@@ -44,6 +45,9 @@ def reference(
         scale: of the query, behind its norm; ``k_dim**-0.5`` in transformers.
         l2_norm: divide q and k by ``sqrt(sum of squares + 1e-6)``.
         beta_scale: 2 where a model allows negative eigenvalues (OLMo Hybrid).
+        programmatic_launch: CUDA may read state, a_log and dt_bias while the kernel in front on this stream still runs.
+            It is allowed only if neither that kernel nor an earlier one that may still run writes any of them. The
+            result does not depend on it.
 
     Returns:
         [batch, v_heads, v_dim] of q's dtype, contiguous.
@@ -117,7 +121,7 @@ def samples(device: torch.device, dtype: torch.dtype):
 
     yield call(1, 2, 4, 32, 32)
     yield call(2, 1, 2, 40, 24, per_element=True)  # Kimi Linear
-    yield call(1, 16, 32, 128, 128, parameters=None)
+    yield call(1, 16, 32, 128, 128, parameters=None, programmatic_launch=True)
     yield call(2, 3, 3, 96, 192, beta_scale=2.0)  # OLMo Hybrid
     yield call(1, 2, 2, 17, 13, l2_norm=False)
     yield call(1, 1, 3, 256, 40, per_element=True, parameters=None)
@@ -128,7 +132,7 @@ SPEC = register(
         name="gated_delta_step",
         schema=(
             "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor(a!) state, "
-            "float scale, bool l2_norm=True, float beta_scale=1.0) -> Tensor"
+            "float scale, bool l2_norm=True, float beta_scale=1.0, bool programmatic_launch=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

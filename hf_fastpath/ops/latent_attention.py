@@ -29,6 +29,7 @@ def reference(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     rotation: Rotation = Rotation.HALVES,
+    programmatic_launch: bool = False,
 ) -> torch.Tensor:
     """Compute ``softmax(scale * (q_latent @ latents.T + q_rope @ rope_keys.T)) @ latents`` for each head.
 
@@ -54,6 +55,8 @@ def reference(
             turned.
         rotation: ``"halves"``: elements i and ``i + rope_dim/2`` turn together; ``"neighbors"``: 2i and 2i + 1;
             ``"neighbors_to_halves"``: 2i and 2i + 1, which become i and ``i + rope_dim/2`` (DeepSeek V3).
+        programmatic_launch: CUDA may read seq_lens, starts, kv_table and positions that this call does not append while
+            the kernel in front on this stream still runs; see ``gemv``. The result does not depend on it.
 
     Returns:
         [batch, heads, rank] in q_latent's dtype; softmax and accumulators are float32. A row that sees no position
@@ -162,7 +165,7 @@ def moved(q_latent, q_rope, latents, rope_keys, seq_lens, starts, new_latent, ne
 
 
 def samples(device: torch.device, dtype: torch.dtype):
-    def call(batch, heads, rank, rope_dim, capacity, lengths, starts=None, rotation=None, appends=True):
+    def call(batch, heads, rank, rope_dim, capacity, lengths, starts=None, rotation=None, appends=True, early=False):
         """The two parts of a query, and those of the newest position, are columns of one projection."""
 
         def randn(*shape):
@@ -180,10 +183,11 @@ def samples(device: torch.device, dtype: torch.dtype):
         if rotation is not None:
             angles = random_angles(1, 1, rope_dim, device, dtype, rotation == Rotation.NEIGHBORS)
             given |= {"cos": angles[0][0], "sin": angles[1][0], "rotation": rotation}
+        given |= {"programmatic_launch": early} if early else {}
         return Sample(q_latent, q_rope, *caches, lens, first, (rank + rope_dim) ** -0.5, **given)
 
     yield call(1, 4, 64, 16, 40, [33], rotation=Rotation.HALVES)
-    yield call(1, 16, 512, 64, 300, [300], rotation=Rotation.NEIGHBORS)  # DeepSeek-V2-Lite
+    yield call(1, 16, 512, 64, 300, [300], rotation=Rotation.NEIGHBORS, early=True)  # DeepSeek-V2-Lite
     yield call(2, 40, 256, 32, 200, [200, 77], [3, 60], rotation=Rotation.HALVES)  # MiniCPM3
     yield call(3, 3, 17, 5, 9, [1, 9, 5], [0, 8, 5])  # the last sees nothing
     yield call(1, 20, 512, 64, 150, [65], rotation=Rotation.NEIGHBORS_TO_HALVES)  # DeepSeek V3
@@ -196,7 +200,8 @@ SPEC = register(
         schema=(
             "(Tensor q_latent, Tensor q_rope, Tensor(a!) latents, Tensor(b!) rope_keys, Tensor seq_lens, "
             "Tensor? starts, float scale, Tensor? kv_table=None, int layer=0, Tensor? new_latent=None, "
-            "Tensor? new_rope=None, Tensor? cos=None, Tensor? sin=None, int rotation=0) -> Tensor"
+            "Tensor? new_rope=None, Tensor? cos=None, Tensor? sin=None, int rotation=0, "
+            "bool programmatic_launch=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

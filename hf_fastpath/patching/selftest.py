@@ -50,6 +50,7 @@ _TWIN = {
     "vocab_size": 97,
     "vocab_size_per_layer_input": 97,
     "sliding_window": 8,
+    "attention_chunk_size": 8,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -147,7 +148,7 @@ def twin_config(config):
     small = copy.deepcopy(config)
     by_layer = compat.take_layer_entries(small)
     config_before = copy.deepcopy(small)
-    kept = _cut_layers(small)
+    kept = _cut_stacks(small) or _cut_layers(small)
     known = vars(small).keys() | getattr(small, "attribute_map", {}).keys()
     sizes = _TWIN | (_ENCODER_DECODER if vars(small).get("is_encoder_decoder") else {})
     entries = [(name, value, None) for name, value in sizes.items()]
@@ -167,6 +168,14 @@ def twin_config(config):
             entries[name] = max(1, getattr(small, name) * entries[name] // getattr(config_before, name))
     compat.put_layer_entries(small, {new: by_layer[old] for new, old in enumerate(kept) if old in by_layer})
     return small
+
+
+def _cut_stacks(config) -> list[int]:
+    """Leave one layer in each stack if the config's layers are stacks that run several times; return the layers."""
+    if not (height := vars(config).get("num_layers_per_stack")):
+        return []
+    config.num_layers_per_stack = 1
+    return list(range(config.num_hidden_layers // height))
 
 
 def _cut_layers(config) -> list[int]:

@@ -50,9 +50,14 @@ class Lowering:
         self._attentions = attentions
         self._values: dict[int, Any] = dict(given)
         self._pending: dict[int, tuple[Any, Any]] = {}  # layer -> keys and values that are not in its cache yet
+        self._chunk_starts: dict[int, Any] = {}  # size of windows that begin anew -> where the newest tokens' begin
 
     def run(self) -> Any:
         """Emit all calls; return what stands for the logits."""
+        windows = (call.arguments.get("window") for call in self._recording.calls)
+        for size in {each for each in windows if isinstance(each, marks.Chunk)}:  # first, as attention reads it early
+            at = dict(seq_lens=self._at.seq_lens, starts=self._at.starts)
+            self._chunk_starts[size] = self._emit(chunk_starts, **at, size=int(size))
         for call in self._recording.calls:
             arguments = {name: self._value(value) for name, value in call.arguments.items()}
             rule = _RULES.get(call.op)
@@ -93,6 +98,11 @@ class Lowering:
                 programmatic_launch=self._at.programmatic_launch,
             )
         return self._emit(many_rows.linear, x=x, weight=weight, **behind)
+
+    def _head_products(self, call: Call, x, weight) -> Any:
+        return self._emit(
+            ops.head_products.overload, x=x, weight=weight, programmatic_launch=self._at.programmatic_launch
+        )
 
     def _packed_linear(self, call: Call, **arguments) -> Any:
         return self._emit(ops.packed_gemv.overload, **arguments, programmatic_launch=self._at.programmatic_launch)
@@ -149,7 +159,7 @@ class Lowering:
         at, cache, attention = self._at, self._caches[layer], self._attentions[layer]
         fact, (_, rank), turned = self._recording.fact(call.arguments["q"]), attention.cache_shape, attention.value_dim
         new, angles = self._pending.pop(layer, None), None if cos is None else dict(cos=cos, sin=sin, rotation=rotation)
-        seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=scale)
+        seen = dict(seq_lens=at.seq_lens, starts=self._starts(window), scale=scale)
         fits = rank <= MAX_RANK and turned <= MAX_ROPE_DIM and fact.shape[3] - turned <= MAX_INPUTS
         is_plain = at.kv_dtype == fact.dtype == weight.dtype and not cache.is_paged
         if fits and is_plain and fact.shape[2] == 1 and not window:
@@ -179,10 +189,14 @@ class Lowering:
             given |= angles | {name: self._emit(_aten.select.int, angles[name], 1, 0) for name in ("cos", "sin")}
         seen_of_it = self._emit(
             ops.latent_attention.overload, q_latent=at_latent, q_rope=end, latents=cache.k, rope_keys=cache.v,
-            kv_table=cache.table, layer=cache.layer, **seen, **given,
+            kv_table=cache.table, layer=cache.layer, **seen, **given, **how,
         )  # fmt: skip
         made = self._emit(ops.head_products.overload, x=seen_of_it, weight=values, **how)
         return self._emit(_aten.unsqueeze.default, made, 1)
+
+    def _starts(self, window: int) -> Any:
+        """Return the first positions that tokens see, whatever the length of their window."""
+        return self._chunk_starts[window] if isinstance(window, marks.Chunk) else self._at.starts
 
     def store(self, layer: int) -> dict[str, Any]:
         """Return where keys and values of a layer are appended."""
@@ -199,8 +213,8 @@ class Lowering:
     ) -> Any:
         at = self._at
         how = dict(
-            cache=at.placed(self._caches[layer], layer), seq_lens=at.seq_lens, starts=at.starts, scale=scale,
-            window=window, workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
+            cache=at.placed(self._caches[layer], layer), seq_lens=at.seq_lens, starts=self._starts(window), scale=scale,
+            window=int(window), workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
             softcap=softcap, slopes=slopes, biases=bias,
         )  # fmt: skip
         if at.staging is None:
@@ -220,7 +234,7 @@ class Lowering:
 
     def _rotated(
         self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, head_norms=None,
-        **attend,
+        factor=None, **attend,
     ):  # fmt: skip
         rows = [self._recording.batch, self._recording.query_len, -1]
         flat = [self._emit(_aten.reshape.default, each, rows) for each in sources]
@@ -231,11 +245,16 @@ class Lowering:
         store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs)
         store |= dict(head_norms=head_norms, programmatic_launch=self._at.programmatic_launch)
         queries = self._emit(ops.rope_append.overload, qkv=qkv, bias=None, num_heads=num_heads, **store)
-        return self.attention(queries, **attend)
+        return self.attention(self._times(queries, factor), **attend)
+
+    def _times(self, queries: Any, factor: Any) -> Any:
+        if factor is None:
+            return queries
+        return self._emit(scaled_queries, queries=queries, factor=factor, query_len=self._recording.query_len)
 
     def _projected(
         self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim,
-        head_norms=None, norm=None, **attend,
+        head_norms=None, norm=None, factor=None, **attend,
     ):  # fmt: skip
         absent = [None] * (3 - len(weights))
         given = {
@@ -248,15 +267,18 @@ class Lowering:
             ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, num_heads=num_heads, norm=norm,
             head_norms=head_norms, programmatic_launch=self._at.programmatic_launch, **store,
         )  # fmt: skip
-        return self.attention(queries, **attend)
+        return self.attention(self._times(queries, factor), **attend)
 
     def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
         return self._emit(run_experts, x=x, ids=ids, weights=weights, **arguments)
 
     def _routed_experts(self, call: Call, residual=None, **arguments) -> Any:
-        others = dict(residual=residual, gate_up_bias=None, down_bias=None, transposed=False)
+        others = dict(gate_up_bias=None, down_bias=None, transposed=False) | arguments
         others["programmatic_launch"] = self._at.programmatic_launch
-        return self._emit(composed.routed_experts, **arguments, **others)
+        return self._emit(ops.routed_experts.overload, residual=residual, **others)
+
+    def _scaled_experts(self, call: Call, **arguments) -> Any:
+        return self._emit(composed.scaled_experts, **arguments, programmatic_launch=self._at.programmatic_launch)
 
     def _activated(self, call: Call, x, activation) -> Any:
         return self._emit(many_rows.finished, out=x, residual=None, activation=activation)
@@ -285,14 +307,29 @@ def joined_states(q, k, v):
     return torch.cat([each.transpose(1, 2).flatten(2) for each in (q, k, v)], dim=-1)
 
 
+def scaled_queries(queries, factor, query_len):
+    """Return queries [batch, query_len, heads, head_dim] times a number for each new token, in the queries' dtype."""
+    return (queries * factor.reshape(-1, query_len, 1, 1)).to(queries.dtype)
+
+
+def chunk_starts(seq_lens, starts, size):
+    """Return int32 [batch], where the windows of ``size`` positions begin that the newest tokens are in."""
+    return starts + (seq_lens - 1 - starts) // size * size
+
+
 def run_angles(tables, formula, dtype, pairs, shape):
     """Return cos and sin in the model's dtype, [batch, query_len, rotary_dim]."""
     return [each.reshape(*shape, each.shape[-1]).to(dtype) for each in formula(tables, pairs)]
 
 
-def run_experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None):
+def run_experts(
+    x, ids, weights, gate_up_weight, down_weight, activation, residual=None, gate_up_bias=None, down_bias=None,
+    transposed=False, alpha=1.702, limit=7.0, concatenated=False,
+):  # fmt: skip
     """Run ``ops.fused_experts`` with the experts that the model's own code has chosen."""
-    return ops.fused_experts.overload(x, ids.long(), weights.float(), gate_up_weight, down_weight, residual, activation)
+    settings = (activation, False, gate_up_bias, down_bias, transposed, alpha, limit, concatenated)
+    stacks = gate_up_weight, down_weight
+    return ops.fused_experts.overload(x, ids.long(), weights.float(), *stacks, residual, *settings)
 
 
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -302,6 +339,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
         marks.text_positions, lengths=self._at.seq_lens, query_len=query_len
     ),
     marks.linear: Lowering._linear,
+    marks.head_products: Lowering._head_products,
     marks.packed_linear: Lowering._packed_linear,
     marks.normed: Lowering._normed,
     marks.append: Lowering._append,
@@ -313,12 +351,17 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,
     marks.short_convolution: lambda self, call, **arguments: self._emit(ops.short_convolution.overload, **arguments),
-    marks.gated_delta_step: lambda self, call, **arguments: self._emit(ops.gated_delta_step.overload, **arguments),
+    marks.gated_delta_step: lambda self, call, **arguments: self._emit(
+        ops.gated_delta_step.overload, **arguments, programmatic_launch=self._at.programmatic_launch
+    ),
     marks.selective_state_step: lambda self, call, **arguments: self._emit(
         ops.selective_state_step.overload, **arguments
     ),
-    marks.gated_norm: lambda self, call, **arguments: self._emit(ops.gated_rms_norm.overload, **arguments),
+    marks.gated_norm: lambda self, call, **arguments: self._emit(
+        ops.gated_rms_norm.overload, **arguments, programmatic_launch=self._at.programmatic_launch
+    ),
     marks.experts: Lowering._experts,
     marks.routed_experts: Lowering._routed_experts,
+    marks.scaled_experts: Lowering._scaled_experts,
     marks.activated: Lowering._activated,
 }

@@ -15,6 +15,11 @@ from ..choices import Activation, NormKind, Rotation
 from ..decode.named_calls import Norm
 from ..ops.topk_softmax import reference as topk_softmax
 
+
+class Chunk(int):
+    """A window of so many positions that begins anew at each multiple of its size, counted from a row's first token."""
+
+
 _ACTIVATIONS = {
     Activation.NONE: lambda x: x,
     Activation.RELU: torch.relu,
@@ -51,6 +56,11 @@ def normed(x, norm: Norm, unit_offset=False, residual=None):
 def activated(x, activation: Activation):
     """Return ``activation(x)``."""
     return _ACTIVATIONS[activation](x)
+
+
+def head_products(x, weight):
+    """Return ``x[b, h] @ weight[h].T``, see ``ops.head_products``."""
+    return ops.head_products.reference(x, weight)
 
 
 def matmul(a, b):
@@ -122,29 +132,40 @@ def latent_attend(q, states, layer, scale, window, weight, cos=None, sin=None, r
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None):
-    """See ``ops.fused_experts``."""
-    hidden = torch.einsum("rh,rkoh->rko", x.flatten(0, -2), gate_up_weight[ids])
-    gate, up = hidden.chunk(2, dim=-1)
-    out = torch.einsum("rki,rkhi->rkh", activated(gate, activation) * up, down_weight[ids])
-    out = (weights[..., None] * out).sum(1).reshape(x.shape)
-    return out if residual is None else residual + out
+def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None, **layout):
+    """See ``ops.fused_experts``, which also has the arguments in ``layout``."""
+    stacks = gate_up_weight, down_weight
+    return ops.fused_experts.reference(x, ids.long(), weights, *stacks, residual, activation, **layout)
 
 
-def routed_experts(x, logits, gate_up_weight, down_weight, top_k, normalized, rounded, activation, residual=None):
-    """Run the experts that ``ops.topk_softmax`` chooses by ``logits``."""
+def routed_experts(x, logits, top_k, normalized, rounded, **others):
+    """Run the experts that ``ops.topk_softmax`` chooses by ``logits``; ``others`` are arguments of :func:`experts`."""
     ids = torch.empty(logits.numel() // logits.shape[-1], top_k, dtype=torch.int64, device=x.device)
     weights = topk_softmax(logits.flatten(0, -2), ids, normalized, rounded)
-    return experts(x, ids, weights, gate_up_weight, down_weight, activation, residual)
+    return experts(x, ids, weights, **others)
 
 
 def other_experts(x, ids, weights, module):
-    """Run experts that ``ops.fused_experts`` does not take, by transformers' own gathering of their weights."""
+    """Run the experts of a module as transformers does that gathers their weights, see ``passes.experts``."""
+    held = dict(module.named_parameters())
+    if any(each.dtype != x.dtype for each in held.values()):  # while formulas are compared in float64
+        module = compat.with_stacks(module, {name: each.to(x.dtype) for name, each in held.items()})
     return compat.gathered_experts(module, x, ids, weights)
 
 
+def scaled_experts(x, logits, gate_up_weight, down_weight, top_k, activation):
+    """See ``composed.scaled_experts``."""
+    shares, ids = logits.flatten(0, -2).topk(top_k)
+    rows = (x.reshape(len(ids), 1, -1) * shares.sigmoid()[..., None]).flatten(0, 1)
+    layout = dict(activation=activation, transposed=True, concatenated=True)
+    out = experts(
+        rows, ids.reshape(-1, 1), torch.ones_like(shares).reshape(-1, 1), gate_up_weight, down_weight, **layout
+    )
+    return out.view(len(ids), top_k, -1).sum(1).view(x.shape)
+
+
 #: experts, whoever chooses and runs them
-EXPERTS = (experts, routed_experts, other_experts)
+EXPERTS = (experts, routed_experts, other_experts, scaled_experts)
 
 
 def gated(x, gate_weight, up_weight, activation, norm=None):
@@ -159,18 +180,19 @@ def angles(tables, formula, dtype, pairs):
 
 
 def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, bias,
-                      num_heads, num_kv_heads, head_dim, head_norms=None):  # fmt: skip
+                      num_heads, num_kv_heads, head_dim, head_norms=None, factor=None):  # fmt: skip
     """Normalize and rotate queries and keys, then :func:`append` and :func:`attend`.
 
     ``sources`` are queries, keys and values [batch, query_len, features] each, or one tensor with all of them; if
     ``grouped``, that tensor is ordered by KV head. ``pairs`` says which elements turn together, see
-    ``architecture.Attention``.
+    ``architecture.Attention``. Turned queries are multiplied by ``factor``, a number for each new token.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
 def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, scale, window, softcap, sinks,
-                        slopes, bias, num_heads, num_kv_heads, head_dim, head_norms=None, norm=None):  # fmt: skip
+                        slopes, bias, num_heads, num_kv_heads, head_dim, head_norms=None, factor=None,
+                        norm=None):  # fmt: skip
     """Project ``x``, and return :func:`rotated_attention` of the projections."""
     raise NotImplementedError("attention is run by an op over a cache alone")
 

@@ -123,8 +123,12 @@ class RecordedPart:
         for call in recording.calls:
             if (attention := attention_of(recording, producers, call)) is not None:
                 found.setdefault(call.arguments["layer"], attention)
-        if set(found) != {index for index, kind in enumerate(self.kinds) if kind.keys}:
-            raise Unrecordable("layers of the cache that no attention reads")
+        wanted = {index for index, kind in enumerate(self.kinds) if kind.keys}
+        if wanted and not any(call.op is marks.append for call in producers.values()) and not found:
+            raise Unrecordable("no keys and values that it keeps in a cache")
+        if set(found) != wanted:
+            unread = ", ".join(map(str, sorted(wanted - set(found))))
+            raise Unrecordable(f"layers of the cache ({unread}) that are read otherwise than by softmax attention")
         return [RecordedLayer(found.get(index), kind.window) for index, kind in enumerate(self.kinds)]
 
     def states(self, batch: int) -> list[list[torch.Tensor]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..decode.named_calls import Call, Register
-from .passes.lengths import at_position
+from .passes.showing import at_position
 from .probing import MISFITS, evaluate
 from .recording import Recording, read_by
 
@@ -44,10 +44,10 @@ def position_tables(recording: Recording) -> Iterator[PositionTable]:
         if calls is None:
             continue
         try:
-            first, second = (_row(recording, calls, rows, position) for position in (0, 1))
+            first, second, last = (_row(recording, calls, rows, position) for position in (0, 1, len(table)))
         except MISFITS:
             continue
-        if first != second:
+        if first != second and last >= len(table):  # else far positions share a row
             yield PositionTable(len(table) - first, first, isinstance(table, torch.nn.Parameter))
 
 

@@ -9,15 +9,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import compat
 from ..decode.named_calls import Call, Register
-from ..ops.fused_experts import EXPERT_GATES
 from . import marks
 from .latent import Expansion
-from .recording import EncodedLayer, Span, Unrecordable
+from .probing import evaluate
+from .recording import EncodedLayer, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
 
 _aten = torch.ops.aten
@@ -123,13 +122,14 @@ class Recorder:
         storage = target.untyped_storage()._cdata
         if id(target) not in self._registers:
             raise Unrecordable(f"{func} writes into a tensor of the model")
-        aliases = self._storages[storage]
+        sharing = set(self._storages[storage])
         functional = None if storage in self._written else _functional(func)
-        if len(aliases) == 1 and functional is not None and tuple(out.shape) == tuple(target.shape):
-            call = self.emit(functional, arguments, target.clone())
-            made = call.out
+        if len(sharing) == 1 and functional is not None and tuple(out.shape) == tuple(target.shape):
+            before = self._registers[id(target)]
+            made = self.emit(functional, arguments, target.clone()).out
             self.facts[made.index] = target
-            self._registers[id(target)] = made
+            for name in [each for each, register in self._registers.items() if register is before]:
+                self._registers[name] = made
             self._storages[storage] = [made.index]
             return
         self._written.add(storage)
@@ -251,6 +251,20 @@ class Recorder:
             raise Unrecordable("a mask that the model has changed")
         return register
 
+    def held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what a tensor holds that calls have made of numbers alone.
+
+        Raises:
+            Unrecordable: it is made of something else.
+        """
+        register = self._registers.get(id(tensor))
+        if register is None:
+            return tensor
+        try:
+            return evaluate(behind(self.calls, register), {})[register.index]
+        except KeyError:
+            raise Unrecordable("a mask that depends on more than positions") from None
+
     def mask(self, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
              dtype=torch.float32, **others):  # fmt: skip
         """Return a tensor that stands for a mask; the signature is that of transformers' mask functions."""
@@ -283,11 +297,7 @@ class Recorder:
         with self.quiet():
             out = torch.empty_like(hidden_states)
         given = dict(x=hidden_states, ids=top_k_index, weights=top_k_weights)
-        arguments = experts_arguments(real)
-        if arguments is None:
-            self.emit(marks.other_experts, given | {"module": real}, out)
-        else:
-            self.emit(marks.experts, given | arguments, out)
+        self.emit(marks.other_experts, given | {"module": real}, out)
         return out
 
 
@@ -295,20 +305,6 @@ class Recorder:
 POSITION_BIAS = "position_bias"
 #: further arguments of attention functions, which the kernels take from elsewhere or never read
 _HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "input_ids"})
-
-
-def experts_arguments(module: nn.Module) -> dict[str, Any] | None:
-    """Return the arguments of ``ops.fused_experts`` that a module with the weights of experts decides; None if the op
-    does not take them."""
-    weights = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    if not all(isinstance(each, nn.Parameter) and each.dim() == 3 for each in weights):
-        return None
-    plain = getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)
-    plain = plain and not getattr(module, "has_bias", False) and not getattr(module, "is_transposed", False)
-    activation = compat.activation_of(getattr(module, "act_fn", None))
-    if not plain or activation not in EXPERT_GATES or not compat.has_default_gate(module):
-        return None
-    return {"gate_up_weight": weights[0], "down_weight": weights[1], "activation": activation}
 
 
 def _functional(func: Any) -> Any | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..decode.named_calls import Call, Register, bound, by_name
+from ..decode.named_calls import Call, Register, bound, by_name, read_by, registers_in
 from . import marks
 
 
@@ -175,21 +175,14 @@ def is_effect(call: Call) -> bool:
     return call.op in marks.EFFECTS or (schema is not None and schema.is_mutable)
 
 
-def registers_in(value: Any) -> Iterator[Register]:
-    """Yield the registers in an argument: the argument itself, those in a list, those in a value."""
-    if isinstance(value, Register):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from registers_in(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from registers_in(getattr(value, each.name))
-
-
-def read_by(call: Call) -> list[Register]:
-    """Return the registers that a call reads."""
-    return [register for value in call.arguments.values() for register in registers_in(value)]
+def behind(calls: Sequence[Call], register: Register) -> list[Call]:
+    """Return the calls that a register is made by, in order."""
+    needed, found = {register.index}, []
+    for call in reversed(calls):
+        if call.out.index in needed:
+            needed.update(each.index for each in read_by(call))
+            found.append(call)
+    return found[::-1]
 
 
 def _replaced(value: Any, values: dict[int, Any]) -> Any:

@@ -17,8 +17,6 @@ from .recording import Unrecordable
 
 #: tokens that the recorded step's cache says it holds, unless the model knows fewer positions
 _PAST = 4099
-#: entries of a config that may say how many positions there are
-_LONGEST = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx", "max_seq_len")
 
 
 class Skeleton:
@@ -80,7 +78,5 @@ def _is_ours(name: str, value: Any) -> bool:
 
 def past_tokens(config: Any) -> int:
     """Return how many tokens a recorded step's cache says it holds."""
-    entries = vars(config.get_text_config(decoder=True))
-    known = [entries[name] for name in _LONGEST if isinstance(entries.get(name), int)]
-    longest = min((each for each in known if each > 2 * MAX_QUERY_LEN), default=_PAST)
+    longest = min((each for each in compat.known_positions(config) if each > 2 * MAX_QUERY_LEN), default=_PAST)
     return min(_PAST, longest - MAX_QUERY_LEN - 1)

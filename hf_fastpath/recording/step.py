@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import compat
 from ..decode.named_calls import Norm, Register
@@ -43,7 +45,7 @@ def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, 
     except Unrecordable as error:
         raise Unrecordable(f"{error}{_where(error)}") from None
     except Exception as error:
-        raise Unrecordable(f"{type(error).__name__}: {error}{_where(error)}") from error
+        raise Unrecordable(_said(error, noting)) from error
     finally:
         recorder.reset(token)
 
@@ -98,9 +100,10 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     if not noting.masks_over_encoded <= open_masks:
         raise Unrecordable("a mask that hides some of what the encoder has read")
     windows: dict[int, int | None] = {}  # of masks that the kernels have
+    sizes = sorted({kind.window for kind in cache.kinds if kind.window is not None})
     for index, function in noting.masks.items():
         with suppress(Unrecordable):
-            windows[index] = _window(function)
+            windows[index] = _window(compat.with_held(function, noting.held), sizes, min(noting.past, _MASK_POSITIONS))
     for call in noting.calls:
         if call.op in (marks.attend, marks.latent_attend):
             mask = call.arguments["window"]
@@ -108,7 +111,10 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
                 raise Unrecordable("a mask that is neither causal nor a window")
             of_mask = None if mask is None else windows[mask.index]
             of_cache = cache.kinds[call.arguments["layer"]].window  # the cache holds no more tokens
-            call.arguments["window"] = min((w for w in (of_mask, of_cache) if w is not None), default=0)
+            window = min((w for w in (of_mask, of_cache) if w is not None), default=0)
+            if isinstance(window, marks.Chunk) and query_len > 1:
+                raise Unrecordable("several tokens at once, whose windows may begin at different places")
+            call.arguments["window"] = window
     return Recording(
         batch,
         query_len,
@@ -168,10 +174,21 @@ def _without_logs() -> Iterator[None]:
         logger.removeFilter(refuse)
 
 
+def _said(error: Exception, noting: Recorder) -> str:
+    """Return what an exception says of the model, and which line raised it."""
+    where = _where(error)
+    if isinstance(error, DataDependentOutputException):
+        return f"a number in a tensor that decides what is called next{where}"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"a tensor whose size depends on the numbers that it is made of ({error.func}){where}"
+    if isinstance(error, AttributeError) and isinstance(error.obj, compat.RecordingCache):
+        return f"a cache of a class of its own, with {error.name}{where}"
+    return f"{type(error).__name__}: {error}{where}, for a token behind {noting.past} others in a cache"
+
+
 def _where(error: BaseException) -> str:
     """Return which line of the model an exception came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if "/torch/" not in frame.filename and "/hf_fastpath/" not in frame.filename]
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_model(frame.filename)]
     if not theirs:
         return ""
     last = theirs[-1]
@@ -184,13 +201,31 @@ def _sees_all(mask_function: Callable[..., Any]) -> bool:
     return bool(compat.mask_sees(mask_function, places, places).all())
 
 
-def _window(mask_function: Callable[..., Any]) -> int | None:
+def _is_of_model(file: str) -> bool:
+    """Whether a file is none of PyTorch's, Python's and this project's, and none that transformers' models share."""
+    is_pythons = file.startswith(sysconfig.get_path("stdlib")) and "/site-packages/" not in file
+    is_shared = "/transformers/" in file and "/transformers/models/" not in file
+    return not (is_pythons or is_shared or "/torch/" in file or "/hf_fastpath/" in file)
+
+
+def _window(mask_function: Callable[..., Any], sizes: list[int], past: int) -> int | None:
     """Return the window of a causal mask function, None if it has none.
+
+    Args:
+        sizes: of windows of the cache, one of which a window has that begins anew.
+        past: position up to which the function is asked.
 
     Raises:
         Unrecordable: the function makes another mask.
     """
-    keys = torch.arange(_MASK_POSITIONS + 1)
+    for size in sizes:
+        keys = torch.arange(4 * size)
+        few = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 4 * size - 1])
+        expected = (keys <= few[:, None]) & (keys >= (few // size * size)[:, None])
+        with suppress(IndexError):  # of a function that looks positions up, and knows fewer
+            if torch.equal(compat.mask_sees(mask_function, few, keys), expected):
+                return marks.Chunk(size)
+    keys = torch.arange(past + 1)
     seen = compat.mask_sees(mask_function, keys[-1:], keys)[0]
     count = int(seen.sum())
     early = torch.arange(8)

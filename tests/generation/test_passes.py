@@ -208,9 +208,25 @@ def _op_between(calls):
     calls[6].arguments["x"] = calls[8].arguments["residual"] = out
 
 
+def _read_behind(calls):
+    """Make the head a product in another layer: what is in front is read behind, too."""
+    out = Register(calls[-1].out.index + 1)
+    calls.append(Call(torch.ops.aten.sum.default, {"self": calls[-2].out}, out))
+
+
 @pytest.mark.parametrize(
     "change",
-    (_other_scale, _other_eps, _sinks, _neighbors, _parallel, _bias, _activation, _op_between),
+    (
+        _other_scale,
+        _other_eps,
+        _sinks,
+        _neighbors,
+        _parallel,
+        _bias,
+        _activation,
+        _op_between,
+        _read_behind,
+    ),
     ids=lambda f: f.__name__,
 )
 def test_layers_that_differ_are_no_one_call(change):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import assert_exact, assert_matches, common_tests, ours, over_dtypes, replaced, small_integers
 
-from hf_fastpath.ops.fused_experts import EXPERT_GATES, SPEC
+from hf_fastpath.ops.fused_experts import EXPERT_GATES, SPEC, UNGATED
 from hf_fastpath.ops.fused_swiglu import GATES
 from hf_fastpath.registry import OpInputError, Sample
 
@@ -37,6 +37,8 @@ def odd_sizes(device, dtype):
         down = randn(num_experts, hidden_size, width) * width**-0.5
         for activation in GATES:
             yield Sample(randn(rows, hidden_size), ids, weights, gate_up, down, randn(rows, hidden_size), activation)
+        up = gate_up[:, :width]  # experts that are strided, too
+        yield Sample(randn(rows, hidden_size), ids, weights, up, down, randn(rows, hidden_size), UNGATED)
     weights, ids = choices(device, 2, 2, 3)
     yield Sample(randn(2, 40), ids, weights, randn(3, 48, 100)[:, :, 30:70] * 0.1, randn(3, 60, 24)[:, 20:] * 0.1)
     yield Sample(randn(2, 40), ids, weights, randn(48, 3, 40).transpose(0, 1) * 0.1, randn(3, 40, 24) * 0.1)
@@ -53,11 +55,13 @@ def odd_sizes(device, dtype):
         (12, 4, 8, 72, 24),
     ):
         for activation in EXPERT_GATES:
-            yield transposed(device, dtype, rows, top_k, num_experts, hidden_size, width, activation=activation)
+            sample = transposed(device, dtype, rows, top_k, num_experts, hidden_size, width, activation=activation)
+            yield from (sample, replaced(SPEC, sample, concatenated=True))
     sample = transposed(device, dtype, 3, 2, 4, 64, 48)
     yield replaced(SPEC, sample, gate_up_bias=None, residual=sample.kwargs["x"])
     stacks = torch.randn(4, 2 * 64, 100, device=device).to(dtype) * 0.1
-    yield replaced(SPEC, sample, gate_up_weight=stacks[:, 5:69, 2:98], down_bias=None)  # its rows are not aligned
+    unaligned = replaced(SPEC, sample, gate_up_weight=stacks[:, 5:69, 2:98], down_bias=None)
+    yield from (unaligned, replaced(SPEC, unaligned, concatenated=True))
     by_row = sample.kwargs["gate_up_weight"].transpose(0, 1).contiguous().transpose(0, 1)
     yield replaced(SPEC, sample, gate_up_weight=by_row)
 

@@ -114,6 +114,8 @@ def tensors_in(recording: Recording) -> list[torch.Tensor]:
             found.append(value)
         elif isinstance(value, Norm):
             visit([value.weight, value.bias])
+        elif isinstance(value, nn.Module):  # experts
+            visit(list(value.parameters()))
         elif isinstance(value, (list, tuple)):
             for each in value:
                 visit(each)
@@ -211,7 +213,8 @@ def _attend(store, q, states, layer, scale, window, softcap=0.0, sinks=None, slo
 
 
 def _rotated(
-    store, sources, grouped, cos, sin, pairs, layer, num_heads, num_kv_heads, head_dim, head_norms=None, **attend
+    store, sources, grouped, cos, sin, pairs, layer, num_heads, num_kv_heads, head_dim, head_norms=None, factor=None,
+    **attend
 ):  # fmt: skip
     rows = torch.cat([each.reshape(*store.tokens, -1) for each in sources], dim=-1)
     if grouped:
@@ -222,12 +225,14 @@ def _rotated(
     if head_norms is not None:
         for place, weight in enumerate((head_norms.q, head_norms.k)):
             each = parts[place].flatten(2).unflatten(-1, (-1, weight.numel()))
-            factor = head_norms.weight_offset + weight
-            each = nn.functional.rms_norm(each, weight.shape, factor.to(each.dtype), head_norms.eps)
+            of_norm = head_norms.weight_offset + weight
+            each = nn.functional.rms_norm(each, weight.shape, of_norm.to(each.dtype), head_norms.eps)
             parts[place] = each.reshape(parts[place].shape)
     q, k, v = (each.transpose(1, 2) for each in parts)
     if cos is not None:
         q, k = (_turned(each, cos[:, None], sin[:, None], pairs) for each in (q, k))
+    if factor is not None:
+        q = q * factor.reshape(-1, 1, q.shape[2], 1)
     return _attend(store, q, store(k, v, layer), layer, **attend)
 
 

@@ -235,6 +235,86 @@ def _rms_norm(size: int, eps: float = 1e-6) -> nn.RMSNorm:
     return made
 
 
+def _plain_norm(x):
+    return functional.rms_norm(x, (DIM,), None, 1e-6)
+
+
+def norm_behind(x, positions):
+    """Llama 4 and nanochat norm queries and keys that are turned already."""
+    return _plain_norm(halves(x, positions))
+
+
+def norm_in_front(x, positions):
+    return neighbors(_plain_norm(x), positions)
+
+
+@pytest.mark.parametrize(("rotation", "pairs"), ((norm_behind, "halves"), (norm_in_front, "neighbors")))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norms_without_weights_are_one_call_with_rotation(layout, rotation, pairs):
+    recording, model = attending(rotation, layout)
+    assert_same(recording, model, [*FRONT, heads.rotations])
+    (call,) = calls_of(recording, marks.rotated_attention)
+    found = call.arguments["head_norms"]
+    assert (call.arguments["pairs"], found.eps) == (pairs, 1e-6) and "normed" not in names(recording)
+    assert found.q.tolist() == found.k.tolist() == [1.0] * DIM
+
+
+def norm_of_a_part(x, positions):
+    return torch.cat((functional.rms_norm(halves(x, positions)[..., :4], (4,), None, 1e-6), x[..., 4:]), dim=-1)
+
+
+def norm_behind_a_factor(x, positions):
+    return _plain_norm(scaled(x, positions) * (1.0 if x.shape[1] == HEADS else 3.0))
+
+
+@pytest.mark.parametrize("rotation", (norm_of_a_part, norm_behind_a_factor), ids=_name)
+def test_other_norms_of_turned_heads_stay(rotation):
+    recording, model = attending(rotation)
+    assert_same(recording, model, [*FRONT, heads.rotations])
+    assert "normed" in names(recording)
+
+
+def _late(positions):
+    """A factor that is one up to position 5,000, far behind every position that is tried."""
+    return (1 + 0.1 * torch.log1p(torch.floor(positions.float() / 5000)))[:, None, :, None]
+
+
+def late_factor(x, positions):
+    """Ministral 3 multiplies queries by a number that grows with their position."""
+    turned = halves(x, positions)
+    return turned * _late(positions) if x.shape[1] == HEADS else turned
+
+
+def late_factor_alone(x, positions):
+    return x * _late(positions) if x.shape[1] == HEADS else x
+
+
+@pytest.mark.parametrize("rotation", (late_factor, late_factor_alone), ids=_name)
+def test_a_factor_of_queries(rotation):
+    recording, model = attending(rotation)
+    assert_same(recording, model, [*FRONT, heads.rotations, heads.projections])
+    (call,) = calls_of(recording, marks.projected_attention)
+    assert recording.fact(call.arguments["factor"]).numel() == 1
+    one, other = (logits(recording, position=position) for position in (9, 20_000))
+    if rotation is late_factor_alone:
+        assert not torch.allclose(one, other), "the factor counts"
+
+
+def late_factor_of_both(x, positions):
+    return halves(x, positions) * _late(positions)
+
+
+def late_rotation(x, positions):
+    return halves(x, positions) + (_late(positions) - 1) * x.flip(-1)
+
+
+@pytest.mark.parametrize("rotation", (late_factor_of_both, late_rotation), ids=_name)
+def test_what_differs_at_positions_that_are_not_tried_stays(rotation):
+    recording, model = attending(rotation)
+    assert_same(recording, model, [*FRONT, heads.rotations])
+    assert not calls_of(recording, marks.rotated_attention)
+
+
 def normed_heads(q_norm: nn.Module, k_norm: nn.Module, rotation: Any = halves, of_all: bool = False):
     """A recording of attention of queries and keys with norms, which are of each head or ``of_all`` at once."""
 
@@ -318,7 +398,7 @@ def test_projections_that_are_read_twice_stay_apart():
 # ---- attention of a model's own -------------------------------------------------------------------------------------
 
 
-def own(weigh, layers: int = 1, **inside):
+def own(weigh, layers: int = 1, query_len: int = 1, **inside):
     """A recording of attention that the model computes by itself; ``weigh`` makes weights of scores."""
 
     def step(m, x, positions, cache):
@@ -331,7 +411,7 @@ def own(weigh, layers: int = 1, **inside):
         return x
 
     modules_ = dict(q=linear(HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
-    return recorded(step, layers=layers, **modules_, **inside)
+    return recorded(step, layers=layers, query_len=query_len, **modules_, **inside)
 
 
 SLOPES = 2.0 ** -torch.arange(1, 1 + HEADS)
@@ -363,6 +443,37 @@ def test_attention_of_a_models_own(weigh, scale, slopes):
     found = call.arguments["slopes"]
     assert found is None if slopes is None else torch.allclose(found, slopes)
     assert "_softmax" not in names(recording) and "bmm" not in names(recording)
+
+
+def _banded(m, scores, layer):
+    """Attention with the row of a table of positions that says which others a token sees, as GPT-Neo keeps one."""
+    count, length = scores.shape[-2:]
+    return scores.masked_fill(~m.seen[:, :, length - count : length, :length], torch.finfo(scores.dtype).min).softmax(
+        -1
+    )
+
+
+def _band(window: int) -> torch.Tensor:
+    table = torch.ones(64, 64, dtype=torch.bool).tril().view(1, 1, 64, 64)
+    return table ^ table.tril(-window)
+
+
+@pytest.mark.parametrize("query_len", (1, 3))
+@pytest.mark.parametrize(("window", "found"), ((7, 7), (64, 0)))
+def test_windows_in_a_table_of_positions(window, found, query_len):
+    recording, model = own(_banded, seen=_band(window), query_len=query_len)
+    assert_same(recording, model, [*FRONT, own_attention.own_attention])
+    (call,) = calls_of(recording, marks.attend)
+    assert call.arguments["window"] == found
+
+
+@pytest.mark.parametrize(
+    "table", (_band(7) | (torch.arange(64) == 3), _band(7).roll(1, dims=2)), ids=("a token for all", "other rows")
+)
+def test_tables_of_positions_that_are_no_window_stay(table):
+    recording, model = own(_banded, seen=table)
+    assert_same(recording, model, [*FRONT, own_attention.own_attention])
+    assert not calls_of(recording, marks.attend)
 
 
 def _capped(m, scores, layer):

@@ -11,7 +11,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_fastpath.choices import Activation, NormKind
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.passes import PASSES, axes, experts, modules, products, views
+from hf_fastpath.recording.passes import (
+    PASSES,
+    axes,
+    experts,
+    modules,
+    products,
+    products_of_heads,
+    scaled_experts,
+    views,
+)
 
 _aten = torch.ops.aten
 functional = nn.functional
@@ -419,14 +428,178 @@ def test_rows_that_meet_others_stay_rows():
 class _Experts(nn.Module):
     """Experts behind transformers' seam."""
 
-    def __init__(self, num_experts: int = 6, width: int = 8):
+    def __init__(self, num_experts: int = 6, width: int = 8, act_fn=None, has_gate=True, has_bias=False, **how):
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, 2 * width, WIDTH) / 4)
-        self.down_proj = nn.Parameter(torch.randn(num_experts, WIDTH, width) / 4)
-        self.act_fn = nn.SiLU()
+        first, features = ("gate_up_proj", 2 * width) if has_gate else ("up_proj", width)
+        sides = {first: (features, WIDTH), "down_proj": (WIDTH, width)}
+        for name, each in sides.items():
+            each = each[::-1] if how.get("is_transposed") else each
+            setattr(self, name, nn.Parameter(torch.randn(num_experts, *each) / 4))
+            if has_bias:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.randn(num_experts, sides[name][0])))
+        self.act_fn = act_fn or nn.SiLU()
+        how = dict(is_transposed=False, is_concatenated=True, has_post_expert_norm=False) | how
+        vars(self).update(how, has_gate=has_gate, has_bias=has_bias, _is_expert_parallel=False, num_experts=num_experts)
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1) if self.is_concatenated else (gate_up[..., ::2], gate_up[..., 1::2])
+        return self.act_fn(gate) * up
 
     def forward(self, x, ids, weights):
         return ALL_EXPERTS_FUNCTIONS["hf_fastpath_recorded"](self, x, ids, weights)
+
+
+class _InFloat32(_Experts):
+    """A gate that computes in float32, as Beam's."""
+
+    def _apply_gate(self, gate_up):
+        return super()._apply_gate(gate_up.float()).to(gate_up.dtype)
+
+
+class _Bounded(_Experts):
+    """A gate whose values are bounded, as DeepSeek-V4's."""
+
+    def _apply_gate(self, gate_up):
+        return super()._apply_gate(gate_up.clamp(max=7.0))
+
+
+TRANSPOSED = dict(is_transposed=True)
+#: name -> experts, and the arguments of the op that they are besides their weights
+LAYOUTS = {
+    "plain": (_Experts(), dict(activation=Activation.SILU)),
+    "gelu": (_Experts(act_fn=nn.GELU()), dict(activation=Activation.GELU)),
+    "tanh": (_Experts(act_fn=nn.GELU("tanh")), dict(activation=Activation.GELU_TANH)),
+    "a function": (_Experts(act_fn=functional.silu), dict(activation=Activation.SILU)),
+    "float32": (_InFloat32(), dict(activation=Activation.SILU)),
+    "no gate": (_Experts(act_fn=lambda x: x.relu().square(), has_gate=False), dict(activation=Activation.SQUARED_RELU)),
+    "transposed": (_Experts(**TRANSPOSED), dict(activation=Activation.SILU, transposed=True, concatenated=True)),
+    "in turn": (
+        _Experts(**TRANSPOSED, is_concatenated=False, has_bias=True),
+        dict(activation=Activation.SILU, transposed=True, concatenated=False),
+    ),
+}
+
+
+def _with_experts(module):
+    """A recording of experts that a router chooses."""
+
+    def step(m, x, *_):
+        rows = x.view(-1, WIDTH)
+        return m.experts(rows, *_softmax_first(m, m.router(rows))).view(x.shape)
+
+    return recorded(step, 2, 1, router=linear(6), experts=module)
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_experts_of_a_module(case):
+    module, wanted = LAYOUTS[case]
+    recording, model = _with_experts(module)
+    assert len(calls_of(recording, marks.other_experts)) == 1
+    experts.stacked_experts(recording, model)
+    (call,) = calls_of(recording, marks.experts)
+    held = {id(each): name for name, each in module.named_parameters()}
+    weights = {role for role, value in call.arguments.items() if id(value) in held}
+    assert len(weights) == len(held)
+    assert {name: call.arguments[name] for name in call.arguments.keys() - weights - {"x", "ids", "weights"}} == wanted
+
+
+OTHER_EXPERTS = {
+    "bounded": _Bounded(),
+    "another activation": _Experts(act_fn=nn.Tanh()),
+    "no gate, another activation": _Experts(act_fn=nn.GELU(), has_gate=False),
+    "biases of plain weights": _Experts(has_bias=True),
+    "weights of float64": _Experts().double(),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_EXPERTS)
+def test_other_experts_stay(case):
+    recording, model = _with_experts(OTHER_EXPERTS[case])
+    experts.stacked_experts(recording, model)
+    assert len(calls_of(recording, marks.other_experts)) == 1 and not calls_of(recording, marks.experts)
+
+
+def _scaled(m, x, share=torch.sigmoid, total=None):
+    """Llama 4's experts: all are given every row, times the sigmoid of their score or times zero."""
+    rows = x.reshape(-1, WIDTH)
+    scores = m.router(rows)
+    best, ids = scores.topk(2, dim=1)
+    shares = share(torch.full_like(scores, float("-inf")).scatter_(1, ids, best).float()).to(x.dtype)
+    given = rows.repeat(6, 1) * shares.transpose(0, 1).reshape(-1, 1)
+    gate, up = torch.bmm(given.view(6, -1, WIDTH), m.gate_up).chunk(2, dim=-1)
+    made = torch.bmm(up * m.act(gate), m.down).view(-1, WIDTH).reshape(6, -1, WIDTH)
+    return (made.sum(dim=0) if total is None else total(made)).view(x.shape)
+
+
+def _recorded_scaled(step):
+    inside = dict(router=linear(6), gate_up=parameter(6, WIDTH, 20), down=parameter(6, 10, WIDTH), act=nn.SiLU())
+    return recorded(step, 2, 1, **inside)
+
+
+SCALED = [modules.module_formulas, modules.functions, views.no_change, scaled_experts.scaled_experts]
+
+
+def test_experts_that_are_given_all_rows():
+    recording, model = _recorded_scaled(lambda m, x, *_: _scaled(m, x))
+    assert_same(recording, model, SCALED)
+    (call,) = calls_of(recording, marks.scaled_experts)
+    assert (call.arguments["top_k"], call.arguments["activation"]) == (2, Activation.SILU)
+    assert "bmm" not in names(recording) and "topk" not in names(recording)
+
+
+@pytest.mark.parametrize(
+    "step",
+    (
+        lambda m, x, *_: _scaled(m, x, share=lambda scores: scores.softmax(-1)),
+        lambda m, x, *_: _scaled(m, x, total=lambda made: made.amax(0)),
+        lambda m, x, *_: _scaled(m, x, total=lambda made: made.sum(0) * 2 + made.sum((0, 1))),
+    ),
+    ids=("other shares", "the largest", "read twice"),
+)
+def test_other_ways_to_give_rows_to_all_experts_stay(step):
+    recording, model = _recorded_scaled(step)
+    assert_same(recording, model, SCALED)
+    assert not calls_of(recording, marks.scaled_experts)
+
+
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize(("groups", "count"), ((WIDTH, 3), (4, 1), (1, 2)))
+def test_convolutions_over_tokens(groups, count, bias):
+    def step(m, x, *_):
+        tokens = torch.cat([scale * x.transpose(1, 2) for scale in range(1, m.conv.kernel_size[0] + count)], dim=-1)
+        return m.conv(tokens).sum(-1)[:, None]
+
+    conv = nn.Conv1d(WIDTH, WIDTH, 4, groups=groups, bias=bias)
+    recording, model = recorded(step, 2, 1, conv=conv)
+    assert_same(recording, model, [products_of_heads.convolutions])
+    (call,) = calls_of(recording, marks.head_products)
+    assert call.arguments["weight"].data_ptr() == model.body.conv.weight.data_ptr()
+    assert "convolution" not in names(recording)
+
+
+@pytest.mark.parametrize("options", (dict(stride=2), dict(padding=1), dict(dilation=2)), ids=str)
+def test_other_convolutions_stay(options):
+    def step(m, x, *_):
+        return m.conv(torch.cat([scale * x.transpose(1, 2) for scale in range(1, 8)], dim=-1)).sum(-1)[:, None]
+
+    recording, model = recorded(step, 2, 1, conv=nn.Conv1d(WIDTH, WIDTH, 3, groups=4, **options))
+    assert_same(recording, model, [products_of_heads.convolutions])
+    assert "convolution" in names(recording)
+
+
+@pytest.mark.parametrize("batch", (1, 3))
+def test_a_matrix_of_each_head(batch):
+    """Zamba multiplies columns [heads, batch, inputs, 1] by matrices of its heads."""
+
+    def step(m, x, *_):
+        heads = x.view(batch, 4, 4, 1).transpose(0, 1)
+        return (m.weight[:, None] @ heads).transpose(0, 1).reshape(batch, 1, -1)
+
+    recording, model = recorded(step, batch, 1, weight=parameter(4, 6, 4))
+    assert_same(recording, model, [views.constant_views, products_of_heads.products_of_heads])
+    (call,) = calls_of(recording, marks.head_products)
+    assert call.arguments["weight"].data_ptr() == model.body.weight.data_ptr()
+    assert not calls_of(recording, marks.matmul)
 
 
 def routed(route, **inside):
@@ -461,7 +634,7 @@ def _softmax_behind(m, scores):
 )
 def test_routers(route, normalized):
     recording, model = routed(route)
-    assert_same(recording, model, [products.unflattened, views.no_change, experts.routers])
+    assert_same(recording, model, [experts.stacked_experts, products.unflattened, views.no_change, experts.routers])
     (call,) = calls_of(recording, marks.routed_experts)
     assert (call.arguments["top_k"], call.arguments["normalized"]) == (2, normalized)
     assert not {"topk", "_softmax", "sum", "div"} & set(names(recording))
@@ -491,7 +664,7 @@ def _corrected(m, scores):
 @pytest.mark.parametrize("route", (_sigmoids, _doubled, _smallest, _corrected), ids=lambda each: each.__name__)
 def test_other_routers_stay(route):
     recording, model = routed(route, correction=nn.Parameter(torch.zeros(6)))
-    assert_same(recording, model, [products.unflattened, views.no_change, experts.routers])
+    assert_same(recording, model, [experts.stacked_experts, products.unflattened, views.no_change, experts.routers])
     assert not calls_of(recording, marks.routed_experts) and len(calls_of(recording, marks.experts)) == 1
 
 

@@ -26,6 +26,7 @@ from recordings import (
     tensors_in,
 )
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, chunked_causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastpath
@@ -286,6 +287,19 @@ def test_refusals_name_the_line(case):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    (
+        (lambda m, x, positions, cache: x + cache.rnn_state, "a cache of a class of its own, with rnn_state"),
+        (lambda m, x, positions, cache: copy.deepcopy(cache.layers), "a layer of the cache is copied"),
+        (lambda m, x, positions, cache: x[9], "IndexError: index 9 is out of bounds"),
+    ),
+)
+def test_refusals_say_what_the_model_does(step, reason):
+    with pytest.raises(Unrecordable, match=rf"{reason}.*, at test_recorder.py:{step.__code__.co_firstlineno}: "):
+        recorded(step)
+
+
 def test_dropout_at_evaluation_is_nothing():
     recording, _ = recorded(lambda m, x, *_: m.out(m.drop(x)), drop=nn.Dropout(0.5), out=linear())
     assert names(recording) == ["linear"]
@@ -298,6 +312,26 @@ def test_a_model_in_training_mode_is_refused_where_that_matters():
         record(Skeleton(model), 1, 1)
     recording, _ = recorded(lambda m, x, *_: m.drop(x) * 2, drop=nn.Dropout(0.0))
     assert names(recording) == ["mul"]
+
+
+def _chunked(m, x, cache, padding=None):
+    """Attention under transformers' mask of windows that begin anew, which holds a tensor of the padding."""
+    starts = torch.zeros(len(x), dtype=torch.long) if padding is None else padding
+    how = ALL_MASK_ATTENTION_FUNCTIONS["hf_fastpath_recorded"]
+    mask = how(len(x), x.shape[1], 48, mask_function=chunked_causal_mask_function(8, starts))
+    states, m.is_causal = cache.update(heads(x), heads(x), 0), True
+    return ALL_ATTENTION_FUNCTIONS["hf_fastpath_recorded"](m, heads(x), *states, mask)[0].flatten(2)
+
+
+def test_windows_that_begin_anew():
+    window = dict(sliding_window=8, layer_types=["sliding_attention"])
+    recording, _ = recorded(lambda m, x, positions, cache: _chunked(m, x, cache), entries=window)
+    (call,) = calls_of(recording, marks.attend)
+    assert type(call.arguments["window"]) is marks.Chunk and call.arguments["window"] == 8
+    with pytest.raises(Unrecordable, match="several tokens at once"):
+        recorded(lambda m, x, positions, cache: _chunked(m, x, cache), query_len=2, entries=window)
+    with pytest.raises(Unrecordable, match="neither causal nor a window"):
+        recorded(lambda m, x, positions, cache: _chunked(m, x, cache, positions[:, 0]), entries=window)
 
 
 def test_attention_over_other_states_is_refused():

@@ -27,8 +27,10 @@ TYPES = {
     "mamba": "a selective state space in every layer, no keys and values",
     "mamba2": "a state for each head in every layer, no keys and values",
     "falcon_h1": "keys, values and states in one layer",
+    "granitemoehybrid": "attention without rotation between two layers of states",
     "lfm2": "windows of convolutions and no recurrent state",
-    "nemotron_h": "layers that hold nothing",
+    "nemotron_h": "layers that hold nothing, experts without a gate",
+    "zaya": "keys, values, windows of convolutions of groups and of one token in one layer",
 }
 #: types whose states cannot be cropped even by what recorded its past
 RECURRENT = tuple(each for each in TYPES if each != "lfm2")

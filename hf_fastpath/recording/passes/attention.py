@@ -10,21 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...choices import NormKind
 from ...decode import composed
-from ...decode.named_calls import Call, Register
+from ...decode.named_calls import Call, HeadNorms, Register
 from ...ops.rope_append import rotate
 from .. import marks
 from ..lowering import takes_product
-from ..probing import MISFITS, agree, evaluate, seeded
+from ..probing import agree
 from ..recording import Recording, read_by
-from ..skeleton import past_tokens
-from .lengths import at_position
 from .regions import Memory
+from .showing import alike, shown
 
 _aten = torch.ops.aten
 
-#: positions at which rotations are compared
-_POSITIONS = (0, 1, 23, 901)
 _VIEWS = frozenset({_aten.unsqueeze.default, _aten.view.default, _aten.expand.default, _aten.slice.Tensor})
 
 
@@ -55,14 +53,14 @@ def _positional(recording: Recording, memory: Memory, others: set[int]) -> set[i
 
 def rotations(recording: Recording, model: nn.Module) -> None:
     """Pass: make what lies between projections and attention ``ops.rope_append``, if it turns queries and keys as the
-    op does, or only views them as heads."""
+    op does, or only views them as heads; norms of heads without weights may come before or behind."""
     readers = Counter(call.arguments["layer"] for call in recording.calls if call.op is marks.attend)
     angles: dict[tuple, tuple[Register, Register]] = {}
     instead: dict[int, list[Call]] = {}
-    for attend, append, (sources, tables, _), found in fronts(recording, model, marks.attend, _tried):
+    for attend, append, (sources, tables, _), found in fronts(recording, model, marks.attend, _tried, (True, False)):
         if readers[append.arguments["layer"]] > 1:
             continue
-        layout, make_angles, pairs = found
+        layout, make_angles, pairs, eps, factor = found
         made: list[Call] = []
         turned: tuple[Any, Any] = (None, None)
         if make_angles is not None:
@@ -79,18 +77,24 @@ def rotations(recording: Recording, model: nn.Module) -> None:
             sources=list(sources), grouped=layout == "grouped", cos=turned[0], sin=turned[1], pairs=pairs,
             num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3],
         )  # fmt: skip
+        if factor is not None:
+            arguments["factor"] = tables[factor]
+        if eps is not None:
+            ones = torch.ones(q.shape[3], dtype=q.dtype, device=q.device)
+            arguments["head_norms"] = HeadNorms(ones, ones, eps)
         made.append(Call(marks.rotated_attention, arguments, attend.out))
         instead |= {id(append): [], id(attend): made}
     recording.rewrite(instead, {})
 
 
 def fronts(
-    recording: Recording, model: nn.Module, op: Any, tried: Callable[..., Any]
+    recording: Recording, model: nn.Module, op: Any, tried: Callable[..., Any], with_norms: tuple[bool, ...] = (False,)
 ) -> Iterator[tuple[Call, Call, Any, Any]]:
     """Yield the attention calls of ``op`` whose front an op computes, each with the append, the front, and how.
 
     Args:
         tried: returns how an op computes a front, or None; called once for layers that are alike.
+        with_norms: whether norms without weights are parts of a front; if there are both, in the order of trying.
     """
     at_positions, producers = positional(recording), recording.producers()
     known: dict[Any, Any] = {}
@@ -98,18 +102,21 @@ def fronts(
         if attend.op is not op:
             continue
         append = producers[attend.arguments["states"].index]
-        front = front_of(recording, producers, at_positions, append, attend)
-        if front is None:
-            continue
-        key = structure_of(recording, *front)
-        if key not in known:
-            known[key] = tried(recording, model, at_positions, front, append, attend)
-        if known[key] is not None:
-            yield attend, append, front, known[key]
+        for norms in with_norms:
+            front = front_of(recording, producers, at_positions, append, attend, norms)
+            if front is None:
+                continue
+            key = structure_of(recording, *front)
+            if key not in known:
+                known[key] = tried(recording, model, at_positions, front, append, attend)
+            if known[key] is not None:
+                yield attend, append, front, known[key]
+                break
 
 
-def front_of(recording, producers, at_positions, append: Call, attend: Call):
-    """Return what queries, keys and values are made of: the projections or norms, the angles, and the calls between."""
+def front_of(recording, producers, at_positions, append: Call, attend: Call, with_norms: bool):
+    """Return what queries, keys and values are made of: the projections or norms, the angles, and the calls between,
+    which are also norms without weights if ``with_norms``."""
     sources: dict[int, Register] = {}
     tables: dict[int, Register] = {}
     calls: dict[int, Call] = {}
@@ -129,10 +136,11 @@ def front_of(recording, producers, at_positions, append: Call, attend: Call):
                     return False
             tables[register.index] = register
             return True
-        if call.op in (marks.linear, marks.packed_linear, marks.normed):
+        is_inside = with_norms and _is_plain_norm(call)
+        if call.op in (marks.linear, marks.packed_linear, marks.normed) and not is_inside:
             sources[register.index] = register
             return True
-        if marks.is_mark(call.op) or len(calls) > 200:
+        if (marks.is_mark(call.op) and not is_inside) or len(calls) > 200:
             return False
         if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in call.arguments.values()):
             return False  # a tensor may be the model's own, and change
@@ -145,6 +153,12 @@ def front_of(recording, producers, at_positions, append: Call, attend: Call):
         return None
     ordered = [call for call in recording.calls if call.out.index in calls]
     return list(sources.values()), list(tables.values()), ordered
+
+
+def _is_plain_norm(call: Call) -> bool:
+    if call.op is not marks.normed or call.arguments.get("residual") is not None:
+        return False
+    return call.arguments["norm"].kind == NormKind.RMS and call.arguments["norm"].weight is None
 
 
 def structure_of(recording, sources, tables, calls) -> tuple:
@@ -173,7 +187,8 @@ def structure_of(recording, sources, tables, calls) -> tuple:
 def _tried(
     recording: Recording, model: nn.Module, at_positions: set[int], front: Any, append: Call, attend: Call
 ) -> Any:
-    """Return layout, angles and pairs of a front if ``ops.rope_append`` computes it, or None."""
+    """Return layout, angles, pairs, the epsilon of norms and the table that queries are multiplied by of a front if
+    ``ops.rope_append`` computes all but the factor, or None."""
     sources, tables, calls = front
     q, k, v = attend.arguments["q"], append.arguments["k"], append.arguments["v"]
     heads, kv_heads, dim = recording.fact(q).shape[1], recording.fact(k).shape[1], recording.fact(q).shape[3]
@@ -191,38 +206,26 @@ def _tried(
     found = shown(recording, model, at_positions, front, [q, k, v])
     if found is None:
         return None
+    eps = {call.arguments["norm"].eps for call in calls if _is_plain_norm(call)}
+    if len(eps) > 1:
+        return None
+    factors = [
+        place for place, table in enumerate(found[0][1]) if table.numel() in (recording.query_len, len(found[0][2][0]))
+    ]
     for layout in layouts:
         for angles in (None, *angle_formulas(found[0][1], dim)) if tables else (None,):
             for pairs in ("halves", "neighbors") if angles is not None else ("halves",):
-                how = (layout, angles, pairs, heads, kv_heads, dim)
-                if all(_is_turned(*one, *how) for one in found):
-                    return layout, angles, pairs
+                for factor in (None, *factors):
+                    how = layout, angles, pairs, next(iter(eps), None), factor
+                    if all(_is_turned(*one, *how, heads, kv_heads, dim) for one in found):
+                        used = () if angles is None else alike(found, angles[0])
+                        again = shown(recording, model, at_positions, front, [q, k, v], used)
+                        if again and all(_is_turned(*one, *how, heads, kv_heads, dim) for one in again):
+                            return how
     return None
 
 
-def shown(
-    recording: Recording, model: nn.Module, at_positions: set[int], front: Any, outputs: list[Register]
-) -> list[tuple[list, list, list]] | None:
-    """Return what a front makes of random numbers at a few positions: its sources, the tables of the positions, and
-    ``outputs``; None if the front cannot be run."""
-    sources, tables, calls = front
-    angle_calls = [call for call in recording.calls if call.out.index in at_positions]
-    found = []
-    try:
-        for position in (min(each, past_tokens(model.config)) for each in _POSITIONS):
-            angle_values = evaluate(angle_calls, at_position(recording, position))
-            with seeded(position):
-                values = [torch.randn(recording.fact(each).shape, dtype=torch.float64) for each in sources]
-            given = {each.index: value for each, value in zip(sources, values)}
-            needed = {each.index: angle_values[each.index] for each in tables}
-            made = evaluate(calls, given | needed)
-            found.append((values, [needed[each.index] for each in tables], [made[each.index] for each in outputs]))
-    except MISFITS:
-        return None
-    return found
-
-
-def _is_turned(values, tables, out, layout, angles, pairs, heads, kv_heads, dim) -> bool:
+def _is_turned(values, tables, out, layout, angles, pairs, eps, factor, heads, kv_heads, dim) -> bool:
     batch, _, query_len, _ = out[0].shape
     rows = [each.reshape(batch, query_len, -1) for each in values]
     if len(rows) == 1:
@@ -230,6 +233,8 @@ def _is_turned(values, tables, out, layout, angles, pairs, heads, kv_heads, dim)
         qkv = composed.ungrouped(qkv, dim, heads // kv_heads) if layout == "grouped" else qkv
         rows = list(qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=-1))
     q, k, v = (each.unflatten(-1, (-1, dim)) for each in rows)
+    if eps is not None:
+        q, k = (nn.functional.rms_norm(each, (dim,), None, eps) for each in (q, k))
     if angles is not None:
         try:
             cos, sin = (each.reshape(-1, query_len, each.shape[-1]) for each in angles[1](tables, pairs))
@@ -238,6 +243,8 @@ def _is_turned(values, tables, out, layout, angles, pairs, heads, kv_heads, dim)
         if cos.shape[0] not in (1, batch) or cos.shape != sin.shape or cos.shape[-1] > dim or cos.shape[-1] % 2:
             return False
         q, k = (rotate(each, cos, sin, pairs == "neighbors") for each in (q, k))
+    if factor is not None:
+        q = q * tables[factor].reshape(-1, query_len, 1, 1)
     return all(agree(one, other.transpose(1, 2)) for one, other in zip(out, (q, k, v)))
 
 

@@ -1,24 +1,101 @@
-"""Pass: what a router computes of its scores."""
+"""Passes: the experts of a mixture, and what a router computes of its scores."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ... import compat
+from ...choices import Activation
 from ...decode.named_calls import Call, Register
-from ...ops.fused_experts import MAX_TOP_K
+from ...ops.fused_experts import EXPERT_GATES, MAX_TOP_K, UNGATED
+from ...ops.fused_experts import reference as fused_experts
 from ...ops.topk_softmax import MAX_EXPERTS
 from ...ops.topk_softmax import reference as topk_softmax
-from ...registry import FLOAT_DTYPES
+from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
-from ..probing import MISFITS, agree, evaluate
+from ..probing import MISFITS, agree, evaluate, seeded
 from ..recording import Recording, read_by
 from .attention import structure_of
 
 #: rows of scores that are compared
 _ROWS = 64
+#: experts, features and inner features of the experts that are compared
+_EXPERTS, _FEATURES, _WIDTH = 3, 4, 6
+#: sizes of the numbers that these are given: one at which activations bend, one that limits cut
+_SCALES = (1.0, 30.0)
+#: relative difference of two results of one formula: some gates compute in float32, whatever they are given
+_TOLERANCE = 1e-6
+
+
+def stacked_experts(recording: Recording, model: nn.Module) -> None:
+    """Pass: let ``ops.fused_experts`` run the experts of a module that computes what the op does."""
+    known: dict[Any, dict[str, Any] | None] = {}
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        if call.op is not marks.other_experts:
+            continue
+        module, dtype = call.arguments["module"], recording.fact(call.arguments["x"]).dtype
+        stacks = compat.expert_stacks(module)
+        if stacks is None or not all(_is_stack(each, dtype) for each in stacks.tensors.values()):
+            continue
+        if (key := _described(module)) not in known:
+            known[key] = next(_formulas(module, stacks), None)
+        if (layout := known[key]) is not None:
+            others = {name: value for name, value in call.arguments.items() if name != "module"}
+            weights = {role: stacks.tensors[name] for role, name in stacks.roles.items()}
+            instead[id(call)] = [Call(marks.experts, others | weights | layout, call.out)]
+    recording.rewrite(instead, {})
+
+
+def _is_stack(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return type(tensor) in PLAIN_TENSORS and tensor.dtype == dtype and tensor.stride(-1) == 1
+
+
+def _described(module: nn.Module) -> tuple:
+    """Return what is the same in modules that compute the same with other weights."""
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
+    inside = [getattr(module, "act_fn", None), *module.children()]
+    known = [(type(each), vars(each) if isinstance(each, nn.Module) else each) for each in inside]
+    return type(module), str(plain), str(known)
+
+
+def _formulas(module: nn.Module, stacks: compat.ExpertStacks) -> Iterator[dict[str, Any]]:
+    """Yield arguments of ``ops.fused_experts``, besides weights, with which the op computes what a module does."""
+    if not stacks.is_transposed and (len(stacks.roles) > 2 or not stacks.is_concatenated):
+        return  # which no kernel has
+    first = 2 * _WIDTH if stacks.has_gate else _WIDTH
+    sides = {"gate_up_weight": (first, _FEATURES), "down_weight": (_FEATURES, _WIDTH)}
+    sides = {role: each[::-1] if stacks.is_transposed else each for role, each in sides.items()}
+    sides |= {"gate_up_bias": (first,), "down_bias": (_FEATURES,)}
+    with seeded(), torch.no_grad():
+        small = {role: torch.randn(_EXPERTS, *sides[role], dtype=torch.float64) for role in stacks.roles}
+        rows = torch.cat([scale * torch.randn(8, _FEATURES, dtype=torch.float64) for scale in _SCALES])
+        weights, ids = torch.rand(len(rows), _EXPERTS, dtype=torch.float64).topk(2)
+        try:
+            changed = compat.with_stacks(module, {name: small[role] for role, name in stacks.roles.items()})
+            expected = compat.gathered_experts(changed, rows, ids, weights)
+        except MISFITS:
+            return
+        for layout in _layouts(module, stacks):
+            found = fused_experts(rows, ids, weights, **small, **layout)
+            if bool(((found - expected).abs() <= _TOLERANCE * expected.abs().amax(-1, keepdim=True)).all()):
+                yield layout
+
+
+def _layouts(module: nn.Module, stacks: compat.ExpertStacks) -> Iterator[dict[str, Any]]:
+    layout = {"transposed": True, "concatenated": stacks.is_concatenated} if stacks.is_transposed else {}
+    numbers = [value for value in vars(module).values() if isinstance(value, float) and value > 0]
+    for activation in EXPERT_GATES if stacks.has_gate else (UNGATED,):
+        if activation != Activation.CLAMPED_SWIGLU:
+            yield layout | {"activation": activation}
+        elif stacks.is_transposed:
+            yield from (
+                layout | dict(activation=activation, alpha=alpha, limit=limit) for alpha in numbers for limit in numbers
+            )
 
 
 def routers(recording: Recording, model: nn.Module) -> None:

@@ -13,7 +13,8 @@ from ...decode.named_calls import Call, Register
 from .. import marks
 from ..probing import agree
 from ..recording import Recording
-from .attention import angle_formulas, emit_angles, fronts, shown
+from .attention import angle_formulas, emit_angles, fronts
+from .showing import alike, shown
 
 _aten = torch.ops.aten
 
@@ -62,8 +63,10 @@ def _tried(recording: Recording, model: nn.Module, at_positions: set[int], front
         return None
     for rotation, pairs in _WAYS.items():
         for formula in angle_formulas(found[0][1], rope):
-            if all(_is_turned(*each, formula[1], pairs, rotation) for each in found):
-                return formula, rotation
+            how = formula[1], pairs, rotation
+            if all(_is_turned(*each, *how) for each in found):
+                again = shown(recording, model, at_positions, front, outputs, alike(found, formula[0]))
+                return (formula, rotation) if again and all(_is_turned(*each, *how) for each in again) else None
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,19 +47,21 @@ def own_attention(recording: Recording, model: nn.Module) -> None:
             known[key] = _tried(recording, calls, held, q, out)
         if known[key] is None:
             continue
-        scale, slopes, mask = known[key]
+        scale, slopes, seen, mask = known[key]
+        windows = [recording.masks.get(each) for each in mask] + [recording.windows[held.layer], seen]
         if any(each not in (recording.open_masks if held.states is None else recording.masks) for each in mask):
+            continue
+        if recording.query_len > 1 and any(isinstance(each, marks.Chunk) for each in windows):
             continue
         batch, heads, query_len, _ = recording.fact(q).shape
         like = recording.fact(q).new_empty(batch, query_len, heads, recording.fact(held.v).shape[-1])
         if held.states is None:
-            if slopes is not None:
+            if slopes is not None or seen is not None:
                 continue
             rows = recording.call(_aten.transpose.int, recording.fact(q).transpose(1, 2), self=q, dim0=1, dim1=2)
             given = dict(q=rows.out, k=held.k, v=held.v, layer=held.layer, scale=scale, softcap=0.0)
             made = [rows, recording.call(marks.attend_encoded, like, **given)]
         else:
-            windows = [recording.masks.get(each) for each in mask] + [recording.windows[held.layer]]
             window = min((w for w in windows if w is not None), default=0)
             given = dict(q=q, states=held.states, layer=held.layer, scale=scale, window=window)
             made = [recording.call(marks.attend, like, **given, softcap=0.0, sinks=None, slopes=slopes)]
@@ -172,7 +175,7 @@ def _of(call: Call, registers: set[int]) -> bool:
 
 
 def _tried(recording: Recording, calls: list[Call], held: _Held, q: Register, out: Call) -> Any:
-    """Return scale, slopes and the masks that are read if the calls compute attention, or None."""
+    """Return scale, slopes, the window and the masks that are read if the calls compute attention, or None."""
     read = {register.index for call in calls for register in read_by(call)}
     masks = sorted(each for each in read if each in recording.masks or each in recording.open_masks)
     made = {call.out.index for call in calls}
@@ -192,34 +195,64 @@ def _tried(recording: Recording, calls: list[Call], held: _Held, q: Register, ou
     size = facts[0].shape[-1]
     numbers = {abs(each) for call in calls for each in _plain_numbers(call) if each}
     scales = dict.fromkeys([size**-0.5, 1.0, *numbers, *(1 / each for each in numbers)])
-    biases = [None, *(each for each in _biases(ran, facts[1].shape[2], facts[0].shape[1]))]
-    for scale, slopes, causal in itertools.product(scales, biases, (False, True)):
-        found = _attention(*given, scale, slopes, causal)
+    length = facts[1].shape[2]
+    biases = [None, *_biases([*ran.values(), *_held(calls)], length, facts[0].shape[1])]
+    windows = [None, length, *_windows(recording, calls, length)]
+    for scale, slopes, window in itertools.product(scales, biases, windows):
+        found = _attention(*given, scale, slopes, window)
         if expected.numel() == found.numel() and agree(expected, found.reshape(expected.shape)):
             device = next((each.device for each in facts), None)
-            return float(scale), None if slopes is None else slopes.to(device, torch.float32), masks
+            slopes = None if slopes is None else slopes.to(device, torch.float32)
+            return float(scale), slopes, None if window == length else window, masks
     return None
 
 
-def _biases(ran: dict[int, Any], length: int, heads: int) -> Iterator[torch.Tensor]:
-    """Yield the slopes of each value that rises with the position of a key as ALiBi does."""
-    for value in ran.values():
-        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[-1] != length:
+def _windows(recording: Recording, calls: list[Call], length: int) -> set[int]:
+    """Return the windows that calls take out of tables of the model, [positions, positions], which say for each
+    position which others it sees."""
+    found = set()
+    for value in _held(calls):
+        if value.dtype != torch.bool or value._base is None:
             continue
-        if value.numel() == heads * length and value.is_floating_point():
-            rows = value.reshape(heads, length).double()
+        table, size = value._base, math.isqrt(value._base.numel())
+        if size**2 != table.numel() or tuple(value.shape[-2:]) != (recording.query_len, length):
+            continue
+        if value.storage_offset() - table.storage_offset() != recording.past * size or not table.is_contiguous():
+            continue  # else the rows would be those of other tokens
+        table = table.reshape(size, size)
+        window, all_ = int(table[-1].sum()), torch.ones_like(table).tril()
+        if torch.equal(table, all_ & ~all_.tril(-window)):
+            found.add(window)
+    return found - {0}
+
+
+def _held(calls: list[Call]) -> Iterator[torch.Tensor]:
+    """Yield tensors that calls hold, and the whole tensor of one that is a part."""
+    for value in (each for call in calls for each in call.arguments.values()):
+        if isinstance(value, torch.Tensor):
+            yield from (value, value if value._base is None else value._base)
+
+
+def _biases(values: list[Any], length: int, heads: int) -> Iterator[torch.Tensor]:
+    """Yield the slopes of each value that rises with the position of a key, over all keys or more, as ALiBi does."""
+    for value in values:
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[-1] < length:
+            continue
+        if value.numel() == heads * value.shape[-1] and value.is_floating_point():
+            rows = wide(value).reshape(heads, -1)
             steps = rows[:, 1:] - rows[:, :-1]
             if bool((steps - steps[:, :1]).abs().amax() <= 1e-6 * (steps.abs().amax() + 1e-30)) and bool(steps.any()):
                 yield steps.mean(-1)
 
 
-def _attention(q, k, v, scale, slopes, causal) -> torch.Tensor:
+def _attention(q, k, v, scale, slopes, window) -> torch.Tensor:
+    """Return attention over the newest ``window`` positions of each token, over all, also later ones, if it is None."""
     group = q.shape[1] // k.shape[1]
     k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
     scores = scale * q @ k.transpose(-1, -2)
     if slopes is not None:
         scores = scores + slopes[:, None, None] * torch.arange(k.shape[2])
-    if causal:
-        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
-        scores = scores.masked_fill(hidden, -torch.inf)
+    if window is not None:
+        apart = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None] - torch.arange(k.shape[2])
+        scores = scores.masked_fill((apart < 0) | (apart >= window), -torch.inf)
     return scores.softmax(-1) @ v

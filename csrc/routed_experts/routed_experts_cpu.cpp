@@ -1,0 +1,35 @@
+// torch.ops.hf_fastpath.routed_experts on the CPU: the norm, topk_softmax, then fused_experts.
+#include "common/composed_ops.h"
+#include "common/cpu_glue.h"
+#include "topk_softmax/topk_softmax_glue.h"
+
+namespace hf_fastpath {
+
+Tensor topk_softmax_cpu(const Tensor& logits, const Tensor& expert_ids, bool normalized, bool rounded,
+                        bool programmatic_launch);
+Tensor fused_experts_cpu(const Tensor& x, const Tensor& expert_ids, const Tensor& expert_weights,
+                         const Tensor& gate_up_weight, const Tensor& down_weight,
+                         const std::optional<Tensor>& residual, int64_t activation, bool programmatic_launch,
+                         const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
+                         bool transposed, double alpha, double limit, bool concatenated);
+
+Tensor routed_experts_cpu(const Tensor& x, const Tensor& logits, const Tensor& gate_up_weight,
+                          const Tensor& down_weight, int64_t top_k, const std::optional<Tensor>& residual,
+                          bool normalized, bool rounded, int64_t activation, bool programmatic_launch,
+                          const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
+                          bool transposed, double alpha, double limit, bool concatenated, int64_t norm,
+                          const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                          double norm_eps) {
+  const int64_t num_experts = check_scores(logits, down_weight), rows = logits.numel() / num_experts;
+  const Tensor scores = torch::stable::view(hf_fastpath::contiguous(logits), {rows, num_experts});
+  const Tensor ids = torch::stable::new_empty(scores, {rows, top_k}, ScalarType::Long);
+  const Tensor weights = topk_softmax_cpu(scores, ids, normalized, rounded, programmatic_launch);
+  const Tensor input = normed_cpu(x, norm_of(norm, "routed_experts"), norm_weight, norm_bias, norm_eps);
+  return fused_experts_cpu(input, ids, weights, gate_up_weight, down_weight, residual, activation,
+                           programmatic_launch, gate_up_bias, down_bias, transposed, alpha, limit,
+                           concatenated);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("routed_experts", TORCH_BOX(&routed_experts_cpu)); }
+
+}  // namespace hf_fastpath

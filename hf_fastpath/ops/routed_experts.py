@@ -1,0 +1,184 @@
+"""The experts that a router's scores choose, for one to sixteen rows: choice and experts in one call."""
+
+from __future__ import annotations
+
+import torch
+
+from ..choices import Activation, NormKind
+from ..registry import FLOAT_DTYPES, OpSpec, Sample, nbytes, register
+from .fused_experts import MAX_TOP_K, UNGATED
+from .fused_experts import reference as fused_experts
+from .fused_experts import why_not as experts_why_not
+from .norm import NORM_SCHEMA, norm_reasons, normed
+from .topk_softmax import MAX_EXPERTS
+from .topk_softmax import reference as topk_softmax
+
+
+def reference(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    top_k: int,
+    residual: torch.Tensor | None = None,
+    normalized: bool = True,
+    rounded: bool = False,
+    activation: Activation = Activation.SILU,
+    programmatic_launch: bool = False,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    concatenated: bool = False,
+    norm: NormKind = NormKind.NONE,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> torch.Tensor:
+    """Run ``fused_experts`` on ``norm(x)`` with the experts and weights that ``topk_softmax`` makes of ``logits``.
+
+    Args:
+        x: [..., hidden_size], at most 16 rows in all.
+        logits: [..., num_experts] float32, float16 or bfloat16, as many rows as x; at most 1024 experts.
+        top_k: experts that a row chooses, 1 to 32, at most num_experts. Which of equal scores are chosen is open.
+        normalized, rounded: as of ``topk_softmax``.
+        gate_up_weight, down_weight, residual, activation, programmatic_launch, gate_up_bias, down_bias, transposed,
+        alpha, limit, concatenated: as of ``fused_experts``; norm_weight is one of the weights there.
+        norm, norm_weight, norm_bias, norm_eps: as of ``gemv``. The residual is not normed.
+
+    Returns:
+        [..., hidden_size] in x's dtype, contiguous.
+
+    Raises:
+        OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or the activation is unknown.
+
+    Source: transformers ``models/mixtral/modeling_mixtral.py@5.23``, ``MixtralSparseMoeBlock``;
+    ``models/gpt_oss/modeling_gpt_oss.py@5.23``, ``GptOssMLP``.
+    """
+    x = normed(x, norm, norm_weight, norm_bias, norm_eps)
+    scores = logits.reshape(-1, logits.shape[-1])
+    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=logits.device)
+    weights = topk_softmax(scores, ids, normalized, rounded)
+    stacks, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
+    return fused_experts(
+        x, ids, weights, *stacks, residual, activation, False, *biases, transposed, alpha, limit, concatenated
+    )
+
+
+def fake(x):
+    return x.new_empty(x.shape)
+
+
+def why_not(
+    x,
+    logits,
+    gate_up_weight,
+    down_weight,
+    top_k,
+    residual,
+    activation,
+    gate_up_bias,
+    down_bias,
+    transposed,
+    limit,
+    concatenated,
+    norm,
+    norm_weight,
+    norm_bias,
+) -> list[str]:
+    num_experts = down_weight.shape[0] if down_weight.dim() else 0
+    if logits.dim() < 1 or logits.dtype not in FLOAT_DTYPES or logits.shape[-1] != num_experts:
+        found = f"{logits.dtype} {tuple(logits.shape)}"
+        return [f"logits is {found}, expected float32, float16 or bfloat16 [..., {num_experts}]"]
+    reasons = norm_reasons(x, norm, norm_weight, norm_bias)
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        reasons.append(f"there are {num_experts} experts, expected 1 to {MAX_EXPERTS}")
+    if top_k > num_experts:
+        reasons.append(f"top_k is {top_k}, expected at most the {num_experts} experts")
+    if logits.device != x.device:
+        reasons.append(f"logits is on {logits.device}, expected {x.device}: move it")
+    rows, scored = x.numel() // max(1, x.shape[-1]) if x.dim() else 0, logits.numel() // max(1, num_experts)
+    if rows != scored:
+        reasons.append(f"logits has {scored} rows, expected the {rows} of x")
+    if not 1 <= top_k <= MAX_TOP_K:
+        return [*reasons, f"top_k is {top_k}, expected 1 to {MAX_TOP_K}"]
+    ids = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
+    weights = torch.empty(rows, top_k, device=x.device)
+    return reasons + experts_why_not(
+        x,
+        ids,
+        weights,
+        gate_up_weight,
+        down_weight,
+        residual,
+        activation,
+        gate_up_bias,
+        down_bias,
+        transposed,
+        limit,
+        concatenated,
+    )
+
+
+def moved(
+    x, logits, gate_up_weight, down_weight, top_k, residual, gate_up_bias, down_bias, norm_weight, norm_bias
+) -> int:
+    count = logits.reshape(-1, logits.shape[-1]).topk(top_k).indices.unique().numel()
+    weights = count * nbytes(gate_up_weight, down_weight, gate_up_bias, down_bias) // gate_up_weight.shape[0]
+    return 2 * nbytes(x) + nbytes(logits, residual, norm_weight, norm_bias) + weights
+
+
+def samples(device: torch.device, dtype: torch.dtype):
+    def call(rows, top_k, num_experts, hidden_size, width, residual=False, biases=False, of=None, **options):
+        def randn(*shape, std=1.0):
+            return (torch.randn(*shape, device=device) * std).to(dtype)
+
+        # scores that differ in every dtype
+        logits = torch.stack([torch.randperm(num_experts, device=device) for _ in range(rows)]) / 8 - 2
+        features = width if options.get("activation") == UNGATED else 2 * width
+        stacks = randn(num_experts, features, hidden_size, std=hidden_size**-0.5)
+        down = randn(num_experts, hidden_size, width, std=width**-0.5)
+        if options.get("transposed"):
+            stacks, down = (stack.mT.contiguous() for stack in (stacks, down))
+        if biases:
+            options |= dict(gate_up_bias=randn(num_experts, 2 * width), down_bias=randn(num_experts, hidden_size))
+        added = randn(1, rows, hidden_size) if residual else None
+        logits = logits.to(of or dtype).unsqueeze(0)
+        return Sample(randn(1, rows, hidden_size), logits, stacks, down, top_k, added, **options)
+
+    yield call(1, 2, 4, 48, 37, residual=True)
+    yield call(1, 8, 16, 256, 96, rounded=True, programmatic_launch=True)
+    yield call(1, 4, 128, 136, 24, residual=True, normalized=False)
+    yield call(1, 3, 130, 64, 40, of=torch.float32)
+    yield call(1, 1, 5, 72, 264, of=torch.float32, activation=Activation.GELU)
+    yield call(4, 2, 8, 64, 72, residual=True, rounded=True)
+    yield call(16, 3, 9, 80, 56, normalized=False)
+    yield call(1, 6, 8, 128, 64, transposed=True, concatenated=True, programmatic_launch=True)  # Aria
+    yield call(1, 6, 8, 96, 56, activation=UNGATED, residual=True)  # Nemotron-H
+    oss = dict(transposed=True, biases=True, activation=Activation.CLAMPED_SWIGLU)
+    yield call(1, 4, 32, 128, 96, residual=True, programmatic_launch=True, **oss)
+    yield call(1, 2, 4, 60, 37, limit=0.5, alpha=1.3, rounded=True, **oss)
+    yield call(9, 2, 3, 72, 64, residual=True, transposed=True)
+    for rows, options in ((1, {}), (1, oss), (1, dict(programmatic_launch=True)), (3, {})):
+        rms = dict(norm=NormKind.RMS_OFFSET if rows > 1 else NormKind.RMS, norm_eps=1e-5, **options)
+        yield call(rows, 2, 8, 256, 40, norm_weight=torch.randn(256, device=device).to(dtype), residual=True, **rms)
+    yield call(1, 2, 6, 40, 24, norm=NormKind.LAYER, norm_eps=1e-5)
+
+
+SPEC = register(
+    OpSpec(
+        name="routed_experts",
+        schema=(
+            "(Tensor x, Tensor logits, Tensor gate_up_weight, Tensor down_weight, int top_k, Tensor? residual=None, "
+            "bool normalized=True, bool rounded=False, int activation=2, bool programmatic_launch=False, "
+            "Tensor? gate_up_bias=None, Tensor? down_bias=None, bool transposed=False, float alpha=1.702, "
+            f"float limit=7.0, bool concatenated=False, {NORM_SCHEMA}) -> Tensor"
+        ),
+        reference=reference,
+        fake=fake,
+        why_not=why_not,
+        bytes=moved,
+        samples=samples,
+    )
+)
