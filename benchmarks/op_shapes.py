@@ -164,6 +164,8 @@ SHAPES: dict[str, list[Call]] = {
         attention_call("llama-3.2 4k", 32, 8, 64, 4096),
         attention_call("gpt2 1k", 12, 12, 64, 1024),
         attention_call("gemma-2b 16k", 8, 1, 256, 16384),
+        attention_call("whisper-large, 30 s of sound", 20, 20, 64, 1500),
+        attention_call("whisper-large, 30 s of sound, batch 16", 20, 20, 64, 1500, batch=16),
         *(
             attention_call(f"{name}, {kv_name} KV", *sizes, kv=kv)
             for kv_name, kv in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn))

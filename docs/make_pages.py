@@ -144,6 +144,21 @@ def multimodal_types() -> str:
     return f"{count}\n\n" + markdown_table(("type", "how", "compared prompts", "why"), lines)
 
 
+def encoder_decoder_types() -> str:
+    """Every encoder-decoder type: how it decodes, what was compared, and why it runs stock code."""
+    with (DOCS / "data" / "encoder_decoder_types.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = []
+    for row in rows:
+        compared = ("texts and outputs" if row["kind"] else "outputs") if _is_fast(row) else ""
+        reason = row["reason"] or ("" if _is_fast(row) else f"its tokens: {row['tokens']}")
+        left = row["left"].replace("; ", ", ")
+        lines.append((f"`{row['model_type']}`", row["how"], compared, left, reason.replace("|", "\\|")))
+    fast = sum(map(_is_fast, rows))
+    count = f"{fast} of {len(rows)} types decode in our loop."
+    return f"{count}\n\n" + markdown_table(("type", "how", "compared", "PyTorch's calls", "why"), lines)
+
+
 def stock_types() -> str:
     """Every causal-LM type that runs stock code, and why."""
     rows = [row for row in _types() if not _is_fast(row)]
@@ -223,6 +238,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "fast types": fast_types,
         "stock types": stock_types,
         "multimodal types": multimodal_types,
+        "encoder-decoder types": encoder_decoder_types,
         "golden matrix": golden_matrix,
     },
 }

@@ -1,5 +1,6 @@
-"""Tries every causal-LM type and every multimodal type of the installed transformers and writes
-``docs/data/recorded_types.csv`` and ``multimodal_types.csv``: ``python docs/make_types.py [type ...]``.
+"""Tries every causal-LM, multimodal and encoder-decoder type of the installed transformers and writes
+``docs/data/recorded_types.csv``, ``multimodal_types.csv`` and ``encoder_decoder_types.csv``:
+``python docs/make_types.py [type ...]``.
 
 Takes ten minutes on one core; with names of types only their rows are made anew. ``make docs`` then makes the table of
 ``docs/support.md``.

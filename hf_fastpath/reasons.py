@@ -130,8 +130,10 @@ REASONS: dict[str, Reason] = {
     "hooks": Reason("a module inside the fused span has forward hooks", "remove the hooks"),
     "attention_mask": Reason(
         "the attention mask is not plain left padding, zeros in front of ones in every row; or it came with a single "
-        "token outside of greedy search and sampling, where the kernels take none",
-        "pad on the left (tokenizer.padding_side = 'left'), use greedy search or sampling",
+        "token outside of greedy search and sampling, where the kernels take none; or the mask over what an encoder "
+        "has read is not one run of ones in every row",
+        "pad on the left (tokenizer.padding_side = 'left'), what an encoder reads on either side; use greedy search or "
+        "sampling",
     ),
     "attention_outputs": Reason(
         "attentions, hidden states or router logits were requested",
@@ -157,8 +159,9 @@ REASONS: dict[str, Reason] = {
         "for up to 16 sequences at a time use generate(): patch(model, page_size=...) shares their pages",
     ),
     "position_ids": Reason(
-        "position_ids are not int64 or int32 with a row for every sequence, beside input_ids",
-        "leave them out: generate() makes them",
+        "position_ids are not int64 or int32 with a row for every sequence, beside input_ids; or max_length is greater "
+        "than the table of positions that a model has computed, which its own code may make longer",
+        "leave them out: generate() makes them; ask for fewer tokens",
     ),
     "unsupported_input": Reason(
         "generate() or a module got an argument that our loops do not take (token_type_ids, encoder states, ...), or "
@@ -168,7 +171,8 @@ REASONS: dict[str, Reason] = {
     # the decode loop steps aside (decided at each generate())
     "paused": Reason("the patch is switched off for this call (verify)", "nothing to do: it comes back by itself"),
     "generation_mode": Reason(
-        "beam search, or drafts by an early exit, with another tokenizer or an ensemble weight",
+        "beam search of a model without an encoder, drafts for one that has an encoder, or drafts by an early exit, "
+        "with another tokenizer or an ensemble weight",
         "use num_beams=1, and an assistant of the model's vocabulary: other loops run over patched modules",
     ),
     "other_rank": Reason(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compat import is_multimodal, layer_kinds, text_decoder
+from .compat import has_encoder, is_multimodal, layer_kinds, text_decoder, text_embedding
 from .ops.kv_cache import SCALE_DTYPE, is_quantized
 from .quantization.linear import PackedLinear
 
@@ -20,7 +20,8 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
 
     Every parameter is read once, whatever the batch. Of an embedding table, only a row for each sequence is read; of a
     mixture's experts, only the chosen ones, as if no two sequences chose the same expert. A head that is tied to an
-    embedding table is read in full. Of a multimodal model, the decoder is read.
+    embedding table is read in full. Of a multimodal model and of an encoder-decoder, the decoder is read; of the latter
+    also the weights that make keys and values of the encoder's output, which are read once a prompt, count here.
     """
     head = model.get_output_embeddings()
     modules = _modules_of_a_step(model)
@@ -41,9 +42,9 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
 
 
 def _modules_of_a_step(model: Any) -> list[nn.Module]:
-    if not is_multimodal(model):
+    if not (is_multimodal(model) or has_encoder(model)):
         return list(model.modules())
-    roots = text_decoder(model), model.get_input_embeddings(), model.get_output_embeddings()
+    roots = text_decoder(model), text_embedding(model), model.get_output_embeddings()
     return list(dict.fromkeys(module for root in roots if root is not None for module in root.modules()))
 
 
@@ -60,7 +61,8 @@ def layer_widths(config: Any) -> tuple[int, int, int]:
 
 def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) -> int:
     """Return the bytes of keys and values, or of a latent, that a decode step reads if each sequence holds ``context``
-    positions. Recurrent states and windows of convolutions are not counted: a config does not tell their sizes.
+    positions. Recurrent states and windows of convolutions are not counted: a config does not tell their sizes. Nor is
+    what a decoder keeps of an encoder's output, which has a length of its own.
 
     Layers that keep states instead of keys and values count for nothing; of latent attention, the latents are read.
 

@@ -1,13 +1,16 @@
-"""What ``patch()`` does to every causal-LM type and every multimodal type of the installed transformers: the rows of
-``docs/data/recorded_types.csv`` and ``multimodal_types.csv``, which ``python docs/make_types.py`` writes."""
+"""What ``patch()`` does to every causal-LM type, every multimodal type and every encoder-decoder type of the installed
+transformers: the rows of ``docs/data/recorded_types.csv``, ``multimodal_types.csv`` and ``encoder_decoder_types.csv``,
+which ``python docs/make_types.py`` writes."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import causal_lm_types
+import encoder_decoder_types
 import multimodal_types
 import torch
 from causal_lm_types import kind, small_model
@@ -50,7 +53,8 @@ class Row:
     Attributes:
         model_type: the type.
         kind: what its cache is, see ``causal_lm_types.kind``; of a multimodal type, what of its prompts is compared
-            besides text: "media" (images or sound) or "".
+            besides text: "media" (images or sound) or ""; of an encoder-decoder, what its encoder reads in the
+            comparison: "text", or "" if a random output stands in its place.
         how: "file", "recorded" or "stock".
         tokens: "equal" if greedy tokens of a prompt and of a padded batch are stock's, all of them by our loop; ""
             if the type runs stock code; otherwise what is wrong.
@@ -105,7 +109,40 @@ def multimodal_row(model_type: str) -> Row:
     return _patched_row(model_type, "media" if has_media else "", stock, prompts)
 
 
-def _patched_row(model_type: str, of_kind: str, stock: PreTrainedModel, prompts: dict[str, dict]) -> Row:
+def encoder_decoder_row(model_type: str) -> Row:
+    """Do as :func:`row` for an encoder-decoder type: behind random outputs of its encoder, and behind texts."""
+    of_kind = "text" if encoder_decoder_types.reads_text(model_type) else ""
+    try:
+        stock = encoder_decoder_types.small_model(model_type)
+        prompts = {"an output": {}, "a padded batch of outputs": {"padding": 4}}
+        prompts = {
+            name: encoder_decoder_types.output(stock, 1 + len(padding), 9, **padding)
+            | {"decoder_input_ids": encoder_decoder_types.start(1 + len(padding))}
+            for name, padding in prompts.items()
+        }
+        if of_kind:
+            prompts |= {
+                "a text": encoder_decoder_types.text(1, 9),
+                "a padded batch of texts": encoder_decoder_types.text(2, 9, 4),
+            }
+        for prompt in prompts.values():
+            encoder_decoder_types.generate(stock, prompt, max_new_tokens=2)
+    except Exception as error:
+        return Row(model_type, of_kind, "stock", reason=f"no small model generates: {causal_lm_types.said(error)}")
+    return _patched_row(model_type, of_kind, stock, prompts, encoder_decoder_types.generate)
+
+
+_Generate = Callable[..., torch.Tensor]
+
+
+def _generated(model: PreTrainedModel, inputs: dict, **options: Any) -> torch.Tensor:
+    """Return the tokens that ``generate()`` adds."""
+    return model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+
+
+def _patched_row(
+    model_type: str, of_kind: str, stock: PreTrainedModel, prompts: dict[str, dict], generate: _Generate = _generated
+) -> Row:
     ours = copy.deepcopy(stock)
     try:
         hf_fastpath.patch(ours, quiet=True)
@@ -118,7 +155,7 @@ def _patched_row(model_type: str, of_kind: str, stock: PreTrainedModel, prompts:
     decided = state_of(ours).decided
     how = "recorded" if decided.is_recorded else "file"
     try:
-        tokens = _compared(ours, stock, prompts)
+        tokens = _compared(ours, stock, prompts, generate)
     except Exception as error:
         tokens = causal_lm_types.said(error)
     return Row(model_type, of_kind, how, tokens, "; ".join(dict.fromkeys(left(ours))))
@@ -141,14 +178,11 @@ def _prompts() -> dict[str, dict[str, torch.Tensor]]:
     return {"one prompt": one, "a padded batch": dict(input_ids=batch * mask, attention_mask=mask)}
 
 
-def _compared(ours: PreTrainedModel, stock: PreTrainedModel, prompts: dict[str, dict[str, torch.Tensor]]) -> str:
+def _compared(ours: PreTrainedModel, stock: PreTrainedModel, prompts: dict[str, dict], generate: _Generate) -> str:
     """Return "equal", or what is wrong."""
     for name, inputs in prompts.items():
         before = hf_fastpath.report(ours).stats
-        start = inputs["input_ids"].shape[1]
-        found, expected = (
-            model.generate(**inputs, max_new_tokens=12, do_sample=False)[:, start:] for model in (ours, stock)
-        )
+        found, expected = (generate(model, inputs, max_new_tokens=12, do_sample=False) for model in (ours, stock))
         after = hf_fastpath.report(ours).stats
         if not torch.equal(found, expected):
             return f"others for {name}"
@@ -206,4 +240,5 @@ def _left_of(recording: Recording, call: Call, mixed: set[int]) -> Iterator[str]
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[str], Row]]] = {
     "recorded_types.csv": (causal_lm_types.types(), row),
     "multimodal_types.csv": (multimodal_types.types(), multimodal_row),
+    "encoder_decoder_types.csv": (encoder_decoder_types.types(), encoder_decoder_row),
 }

@@ -33,12 +33,19 @@ inline bool check_head_norms(const std::optional<Tensor>& q_norm_weight,
 }
 
 // Refuses what decode_attention cannot do to scores.
-inline void check_score_changes(const char* op, const std::optional<Tensor>& sinks, double softcap,
-                                const std::optional<Tensor>& slopes, int64_t num_heads) {
+inline void check_score_changes(const char* op, const Tensor& q, const std::optional<Tensor>& sinks,
+                                double softcap, const std::optional<Tensor>& slopes,
+                                const std::optional<Tensor>& biases) {
+  const int64_t num_heads = q.size(2);
   STD_TORCH_CHECK(softcap >= 0.0, "hf_fastpath::", op, ": softcap is ", softcap, ", expected 0 or more");
   STD_TORCH_CHECK(!slopes || (slopes->numel() == num_heads && dtype_of(*slopes, op) == DType::kFloat32),
                   "hf_fastpath::", op, ": slopes have to be float32 [heads]");
   STD_TORCH_CHECK(!slopes || !sinks, "hf_fastpath::", op, ": slopes and sinks do not go together");
+  STD_TORCH_CHECK(!biases || (biases->dim() == 2 && biases->size(0) == num_heads && biases->size(1) > 0 &&
+                              dtype_of(*biases, op) == DType::kFloat32),
+                  "hf_fastpath::", op, ": biases have to be float32 [heads, distances]");
+  STD_TORCH_CHECK(!biases || (q.size(1) == 1 && !slopes && !sinks), "hf_fastpath::", op,
+                  ": biases take one token, and do not go with slopes or sinks");
 }
 
 inline NormKind norm_of(int64_t number, const char* op) {
@@ -96,7 +103,8 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
       const std::optional<Tensor>& kv_table, int64_t layer, const std::optional<Tensor>& workspace,          \
       bool programmatic_launch, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,   \
       const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table = std::nullopt,        \
-      double softcap = 0.0, const std::optional<Tensor>& slopes = std::nullopt);                             \
+      double softcap = 0.0, const std::optional<Tensor>& slopes = std::nullopt,                              \
+      const std::optional<Tensor>& biases = std::nullopt);                                                   \
   Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,           \
                               int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,    \
                               const std::optional<Tensor>& norm_bias, double norm_eps,                       \

@@ -218,6 +218,16 @@ HF_INLINE float scale_scores(float* scores, int64_t low, int64_t high, int64_t p
   return Vector::largest(top);
 }
 
+// Adds the biases of one query to its scores. Position 4 * i + s of the block is `first` + i * stride +
+// s * apart; positions behind `last`, in a tail that nobody sees, get any bias.
+HF_INLINE void add_biases(float* scores, int64_t padded, const float* biases, int64_t distances,
+                          int64_t first, int64_t apart, int64_t stride, int64_t last) {
+  for (int64_t p = 0; p < padded; ++p) {
+    const int64_t distance = last - (first + p / 4 * stride + p % 4 * apart);
+    scores[p] += biases[distance < 0 ? 0 : min_of(distance, distances - 1)];
+  }
+}
+
 // Scales, caps and slopes the scores of one query. Position 4 * i + s of the block is `first` + i * stride +
 // s * apart; slopes count from `last`, where they have to be exact.
 HF_INLINE void change_scores(const AttentionChunk& chunk, float* scores, int64_t padded, const float* factors,
@@ -289,10 +299,14 @@ void softmax_block(const AttentionChunk& chunk, int64_t count, int64_t length, i
       if (high < low) high = low;
     }
     float* const scores = chunk.scratch + m * kBlockPositions;
-    if (chunk.softcap > 0.0f || chunk.slopes != nullptr) {
+    if (chunk.softcap > 0.0f || chunk.slopes != nullptr || chunk.biases != nullptr) {
       const float slope = chunk.slopes != nullptr ? chunk.slopes[m % chunk.group] : 0.0f;
       const int64_t apart = length > 0 ? length : 1, stride = length > 0 ? 1 : kStreams;
       change_scores(chunk, scores, padded, of_scores, slope, position, apart, stride, last);
+      if (chunk.biases != nullptr) {
+        const float* const biases = chunk.biases + m * chunk.distances;
+        add_biases(scores, padded, biases, chunk.distances, position, apart, stride, last);
+      }
       tops[m] = scale_scores<Vector, false>(scores, low, high, padded, 1.0f, nullptr);
     } else {
       tops[m] = scale_scores<Vector, kFactors>(scores, low, high, padded, chunk.scale, of_scores);

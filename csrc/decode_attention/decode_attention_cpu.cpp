@@ -43,6 +43,9 @@ void run_chunk(const AttentionChunk& chunk) {
       double exact = k_scale * ((parts[0] + parts[2]) + (parts[1] + parts[3]));
       if (chunk.softcap > 0.0f) exact = chunk.softcap * std::tanh(exact / chunk.softcap);
       if (chunk.slopes != nullptr) exact += double(chunk.slopes[m % chunk.group]) * double(j - position);
+      if (chunk.biases != nullptr) {
+        exact += chunk.biases[m * chunk.distances + std::min(position - j, chunk.distances - 1)];
+      }
       const float rounded = static_cast<float>(exact);
       const double score = std::isfinite(rounded) ? exact : rounded, before = maxima[m];
       const double now = score > before ? score : before;
@@ -149,7 +152,8 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
                             const std::optional<Tensor>& /*workspace*/, bool /*programmatic_launch*/,
                             const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
                             const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
-                            double softcap, const std::optional<Tensor>& slopes) {
+                            double softcap, const std::optional<Tensor>& slopes,
+                            const std::optional<Tensor>& biases) {
   const char* op = "decode_attention";
   const DType dtype = dtype_of(q, op);
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
@@ -163,8 +167,10 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
                   cache.num_kv_heads, " of ", cache.head_dim);
   STD_TORCH_CHECK(takes_head_dim(dim), "hf_fastpath::decode_attention: head_dim is ", dim,
                   ", expected an even number up to ", kMaxHeadDim);
-  check_score_changes(op, sinks, softcap, slopes, num_heads);
-  std::optional<Tensor> slopes_holder;
+  check_score_changes(op, q, sinks, softcap, slopes, biases);
+  std::optional<Tensor> slopes_holder, biases_holder;
+  const float* const bias_of = static_cast<const float*>(optional_data(biases, biases_holder));
+  const int64_t distances = biases ? biases->size(1) : 0;
   const float* const slope_of = static_cast<const float*>(optional_data(slopes, slopes_holder));
   STD_TORCH_CHECK(window >= 0, "hf_fastpath::decode_attention: window is ", window, ", expected 0 or more");
   std::optional<Tensor> lens_holder, starts_holder;
@@ -277,6 +283,8 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       chunk.scale = static_cast<float>(scale);
       chunk.softcap = static_cast<float>(softcap);
       chunk.slopes = slope_of != nullptr ? slope_of + h * group : nullptr;
+      chunk.biases = bias_of != nullptr ? bias_of + h * group * distances : nullptr;
+      chunk.distances = distances;
       chunk.accumulators = accumulators + item * queries * dim;
       chunk.maxima = maxima + item * queries;
       chunk.weights = weights + item * queries;

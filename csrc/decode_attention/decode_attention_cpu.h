@@ -29,6 +29,8 @@ struct AttentionChunk {
   float scale;
   float softcap;        // of scores, cap * tanh(score / cap); 0: none
   const float* slopes;  // [group]: added to a score for each position that a key is further on; or null
+  const float* biases;  // [group, distances]: added to a score of a key so far behind the one token; or null
+  int64_t distances;    // the last bias holds of all keys that are further behind
   float* accumulators;  // [query_len * group, head_dim]: sum of exp(score - max) * v over the chunk
   float* maxima;        // [query_len * group]: largest score, -infinity if no position is visible
   float* weights;       // [query_len * group]: sum of exp(score - max)

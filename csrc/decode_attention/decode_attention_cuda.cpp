@@ -9,10 +9,11 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
                              const std::optional<Tensor>& workspace, bool programmatic_launch,
                              const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
                              const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
-                             double softcap, const std::optional<Tensor>& slopes) {
+                             double softcap, const std::optional<Tensor>& slopes,
+                             const std::optional<Tensor>& biases) {
   return attend_cuda("decode_attention", q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table,
                      layer, workspace, programmatic_launch, sinks, k_scales, v_scales, block_table, softcap,
-                     slopes, launch_decode_attention);
+                     slopes, biases, launch_decode_attention);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {

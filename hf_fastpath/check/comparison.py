@@ -3,21 +3,35 @@ measurements of ``verify()`` and of the self-test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..cache.fastpath_cache import FastpathCache
-from ..compat import CACHE, Cache, DynamicCache, GenerationConfig, eager_experts, known_positions
+from ..compat import (
+    CACHE,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    eager_experts,
+    encoder_output,
+    generate_over,
+    has_encoder,
+    known_positions,
+    over_encoder,
+    text_cache,
+    text_name,
+)
+from ..decode.encoded import Encoded, seen
 from ..ops.gemv import MAX_ROWS
 from ..patching.state import paused, state_of
 from ..progress import counted
 from ..reasons import explained, named
-from ..tables import table
+from .rows import Row, Verification
 
 SHORT_TOKENS, PADDED_TOKENS, LONG_TOKENS = 16, 64, 512
 #: seed of the row that samples
@@ -25,130 +39,31 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Row:
-    """One comparison of logits over ``positions`` of every sequence; both sides are given stock's tokens.
-
-    *ref* is stock in one pass, computed in float32 for half precision and in float64 for float32.
-
-    Attributes:
-        name: ``"short"``, ``"padded"``, ``"long"``, ``"window edge"`` or ``"sampling"``.
-        batch, prompt_len, positions: number of sequences, tokens of their prompts with padding, tokens that follow.
-        mean_error, max_error: |ours - ref|; ours decodes token by token through a cache.
-        mean_floor, max_floor: |stock - ref|; stock decodes in the same way, so this is stock's own noise.
-        kl: mean Kullback-Leibler divergence of our next token's distribution from stock's, in nats.
-        top1_agreement: share of positions at which both name the same token.
-        first_divergence: the first new token (from 0) in which ``generate()`` differs, or None.
-        margin: distance of stock's two best logits at that token, or None.
-        ok: whether the mean error is within twice the noise floor, or the generated tokens and the most likely token at
-            every position are equal; and whether our logits explain a token that differs from stock's: its margin is
-            within twice |ours - stock| at that token. In the row that samples, the seed has to draw all tokens from the
-            logits of that very call, whose mean distance from ours of the same text is within twice the noise floor.
-    """
-
-    name: str
-    batch: int
-    prompt_len: int
-    positions: int
-    mean_error: float
-    max_error: float
-    mean_floor: float
-    max_floor: float
-    kl: float
-    top1_agreement: float
-    first_divergence: int | None
-    margin: float | None
-    ok: bool
-
-    @property
-    def tokens_equal(self) -> bool:
-        """Whether ``generate()`` gives the same tokens."""
-        return self.first_divergence is None
-
-    def cells(self) -> tuple[str, ...]:
-        """Return this row of the table that a Verification prints."""
-        parted = "none" if self.tokens_equal else f"{self.first_divergence} (margin {self.margin:.1e})"
-        sizes = f"{self.batch} x {self.prompt_len}", str(self.positions)
-        errors = f"{self.max_error:.2e}", f"{self.max_floor:.2e}", f"{self.kl:.1e}"
-        return self.name, *sizes, *errors, parted, "ok" if self.ok else "DIFFERENT"
-
-
-_COLUMNS = ("row", "prompts", "new", "max error", "stock noise", "KL", "first other token", "verdict")
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What ``verify`` found.
-
-    Attributes:
-        rows: the comparisons. All other attributes are over all rows.
-    """
-
-    rows: tuple[Row, ...]
-
-    def _mean(self, name: str) -> float:
-        counts = [row.batch * row.positions for row in self.rows]
-        return sum(count * getattr(row, name) for count, row in zip(counts, self.rows)) / sum(counts)
-
-    @property
-    def ok(self) -> bool:
-        return all(row.ok for row in self.rows)
-
-    @property
-    def tokens_equal(self) -> bool:
-        return all(row.tokens_equal for row in self.rows)
-
-    @property
-    def positions(self) -> int:
-        return sum(row.positions for row in self.rows)
-
-    @property
-    def mean_error(self) -> float:
-        return self._mean("mean_error")
-
-    @property
-    def max_error(self) -> float:
-        return max(row.max_error for row in self.rows)
-
-    @property
-    def mean_floor(self) -> float:
-        return self._mean("mean_floor")
-
-    @property
-    def max_floor(self) -> float:
-        return max(row.max_floor for row in self.rows)
-
-    @property
-    def top1_agreement(self) -> float:
-        return self._mean("top1_agreement")
-
-    def row(self, name: str) -> Row | None:
-        """Return the row called ``name``, or None."""
-        return next((row for row in self.rows if row.name == name), None)
-
-    def to_dict(self) -> dict:
-        """Return plain data, ready for JSON."""
-        names = ("ok", "tokens_equal", "positions", "mean_error", "max_error", "mean_floor", "max_floor")
-        overall = {name: getattr(self, name) for name in (*names, "top1_agreement")}
-        return overall | {"rows": [asdict(row) | {"tokens_equal": row.tokens_equal} for row in self.rows]}
-
-    def __str__(self) -> str:
-        verdict = "ok" if self.ok else "DIFFERENT"
-        head = (
-            f"hf_fastpath.verify: {verdict} over {self.positions} positions: mean logit error {self.mean_error:.2e}, "
-            f"stock's own\n{self.mean_floor:.2e}; top-1 agreement {self.top1_agreement:.4f}; "
-            f"tokens {'equal' if self.tokens_equal else 'differ'}"
-        )
-        return f"{head}\n{table(_COLUMNS, [row.cells() for row in self.rows], left=('row', 'verdict'), indent=2)}"
-
-
-@dataclass(frozen=True)
 class _Case:
-    """The inputs of a row: [batch, prompt_len] token ids and attention mask."""
+    """The inputs of a row.
+
+    Attributes:
+        ids: [batch, prompt_len], the beginning of the text.
+        mask: [batch, prompt_len] of ``ids``; with an encoder [batch, length] of ``encoded``.
+        encoded: [batch, length, features], the output of the model's encoder; None if the model has none.
+    """
 
     name: str
     ids: torch.Tensor
     mask: torch.Tensor
     do_sample: bool = False
+    encoded: torch.Tensor | None = None
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """The mask of ``ids``, or None without padding."""
+        return None if self.encoded is not None or bool(self.mask.all()) else self.mask
+
+    def over(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Return what a forward is given of a copy of the encoder's output, in ``dtype``."""
+        if self.encoded is None:
+            return {}
+        return {"encoder_outputs": encoder_output(self.encoded.to(dtype)), "attention_mask": self.mask}
 
 
 def sequences(inputs: Any) -> torch.Tensor:
@@ -167,6 +82,36 @@ def sequences(inputs: Any) -> torch.Tensor:
             "verify() got a padded batch, expected sequences of one length: a row of its own tests padding"
         )
     return ids
+
+
+def _cases_over(encoded: torch.Tensor, ids: torch.Tensor, limit: int) -> Iterator[_Case]:
+    """Make the rows' inputs of an encoder's output, [batch, length, features], and the beginning of a text; ``limit``
+    is the number of positions that the model knows."""
+    short, length = encoded[:, :SHORT_TOKENS], max(min(LONG_TOKENS, limit), encoded.shape[1])
+    long = encoded.repeat(1, -(-length // encoded.shape[1]), 1)[:, :length]
+    pair = encoded[:1, :PADDED_TOKENS].repeat(2, 1, 1)
+    masks = [torch.ones(each.shape[:2], dtype=torch.long, device=ids.device) for each in (short, pair, long)]
+    masks[1][1, -(-pair.shape[1] // 2) :] = 0
+    yield _Case("short", ids, masks[0], encoded=short)
+    yield _Case("padded", ids[:1].repeat(2, 1), masks[1], encoded=pair)
+    yield _Case("long", ids, masks[2], encoded=long)
+    yield _Case("sampling", ids, masks[0], True, short)
+
+
+def _all_cases(model: nn.Module, ids: torch.Tensor, new_tokens: int, encoded: torch.Tensor | None) -> list[_Case]:
+    limit = min(known_positions(model.config), default=LONG_TOKENS + new_tokens)
+    if encoded is not None:
+        return list(_cases_over(encoded, ids, limit))
+    part = state_of(model).plans.part_of(model)
+    return list(_cases(ids, () if part is None else part.windows, limit, new_tokens))
+
+
+def _generated(model: nn.Module, case: _Case, **options: Any) -> Any:
+    """Return what ``generate()`` gives for a case."""
+    options |= {"attention_mask": case.mask, "do_sample": case.do_sample}
+    if case.encoded is not None:
+        return generate_over(model, case.encoded, case.ids, **options)
+    return model.generate(case.ids, **options)
 
 
 def _cases(ids: torch.Tensor, windows: tuple[int | None, ...], limit: int, new_tokens: int) -> Iterator[_Case]:
@@ -198,7 +143,12 @@ def _positions(mask: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def decode_logits(
-    model: nn.Module, input_ids: torch.Tensor, prefill: int, fast: bool, prompt_mask: torch.Tensor | None = None
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    prefill: int,
+    fast: bool,
+    prompt_mask: torch.Tensor | None = None,
+    over: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """Return the logits of a given text, decoded token by token through a KV cache.
 
@@ -209,6 +159,7 @@ def decode_logits(
         fast: use the decode plan and a FastpathCache; else the model's forward and, unless the model was patched with a
             ``kv_dtype``, a DynamicCache.
         prompt_mask: [batch, prefill] attention mask of left-padded prompts; None without padding.
+        over: of an encoder-decoder, the encoder's output and its mask, as the forward takes these; else None.
 
     Returns:
         [batch, seq_len - prefill + 1, vocab_size] logits after the tokens from ``prefill - 1`` on.
@@ -231,13 +182,16 @@ def decode_logits(
         padding = (
             {} if prompt_mask is None else {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
         )
-        text = input_ids[:, begin:end]
-        return model(text, **{CACHE: cache}, use_cache=True, logits_to_keep=1, **padding).logits[:, -1]
+        padding |= over or {"logits_to_keep": 1}
+        text = {text_name(model, "input_ids"): input_ids[:, begin:end]}
+        return model(**text, **{CACHE: cache}, use_cache=True, **padding).logits[:, -1]
 
     rows = [forward(0, prefill)]
     if fast:
-        plan = state.plans.decode_plan(part, input_ids.shape[0], cache)
-        plan.begin(cache, positions[:, prefill - 1] + 1, None if prompt_mask is None else (mask == 0).sum(1))
+        plan = state.plans.decode_plan(part, input_ids.shape[0], text_cache(cache))
+        starts = None if prompt_mask is None else (mask == 0).sum(1)
+        read = None if not over else Encoded.of(cache, seen(part, input_ids, {CACHE: cache, **over}))
+        plan.begin(text_cache(cache), positions[:, prefill - 1] + 1, starts, encoded=read)
         rows += [plan.step(input_ids[:, position]).clone() for position in range(prefill, input_ids.shape[1])]
         plan.end()
     else:
@@ -249,29 +203,36 @@ def _cache_for(model: nn.Module, fast: bool) -> Cache:
     """Make an empty cache. If the patched model's cache rounds keys and values, so does the one for stock code."""
     made, state = DynamicCache(config=model.config), state_of(model)
     kv_dtype, page_size = (None, None) if state is None else (state.options.kv_dtype, state.options.page_size)
-    return FastpathCache.from_dynamic(made, kv_dtype, page_size) if fast or kv_dtype is not None else made
+    if fast or kv_dtype is not None:
+        made = FastpathCache.from_dynamic(made, kv_dtype, page_size)
+        part = None if state is None else state.plans.part_of(model)
+        if part is not None:
+            del made.layers[len(part.kinds) :]  # a config may tell of more layers than its decoder has
+    return over_encoder(made) if has_encoder(model) else made
 
 
 def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
-    options = {"max_new_tokens": new_tokens, "do_sample": case.do_sample, "attention_mask": case.mask}
+    options = {"max_new_tokens": new_tokens}
     options |= {"top_k": 0} if case.do_sample else {}  # generate() would take 50 by default
-    prefill = case.ids.shape[1]
-    prompt_mask = None if bool(case.mask.all()) else case.mask
+    prefill, prompt_mask, dtype = case.ids.shape[1], case.padding, next(model.parameters()).dtype
 
     def generate(fast: bool, **output: bool) -> Any:
         torch.manual_seed(SEED)
-        return model.generate(case.ids, **{CACHE: _cache_for(model, fast)}, **options, **output)
+        return _generated(model, case, **{CACHE: _cache_for(model, fast)}, **options, **output)
 
     fast_tokens = generate(True)
     with paused(model):
         stock_tokens = generate(False)
         text = stock_tokens[:, :-1]
-        stock = decode_logits(model, text, prefill, False, prompt_mask).float()
-        mask = torch.cat((case.mask, torch.ones_like(text[:, prefill:])), dim=1)
+        stock = decode_logits(model, text, prefill, False, prompt_mask, case.over()).float()
         with _in_higher_precision(model):
-            given = {"attention_mask": mask, "position_ids": _positions(mask), "logits_to_keep": new_tokens}
-            ref = model(text, use_cache=False, **given).logits[:, -new_tokens:]  # some know no logits_to_keep
-    ours = decode_logits(model, text, prefill, True, prompt_mask).float()
+            given = case.over(_wider(dtype))
+            if case.encoded is None:
+                mask = torch.cat((case.mask, torch.ones_like(text[:, prefill:])), dim=1)
+                given = {"attention_mask": mask, "position_ids": _positions(mask), "logits_to_keep": new_tokens}
+            given[text_name(model, "input_ids")] = text
+            ref = model(use_cache=False, **given).logits[:, -new_tokens:]  # some know no logits_to_keep
+    ours = decode_logits(model, text, prefill, True, prompt_mask, case.over()).float()
     error, floor = (ours - ref).abs(), (stock - ref).abs()
     agreement = (ours.argmax(-1) == stock.argmax(-1)).float().mean().item()
     mean_error, mean_floor = error.mean().item(), floor.mean().item()
@@ -285,7 +246,7 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
         if case.do_sample:
             # The logits of decode_logits() do not do: its prompt goes through the modules, which round differently.
             made = torch.stack(generate(True, output_logits=True, return_dict_in_generate=True).logits, dim=1)
-            again = decode_logits(model, fast_tokens[:, :-1], prefill, True, prompt_mask).float()
+            again = decode_logits(model, fast_tokens[:, :-1], prefill, True, prompt_mask, case.over()).float()
             is_near = (made - again).abs().mean().item() <= 2 * mean_floor
             is_explained = is_near and torch.equal(_drawn(made), fast_tokens[:, prefill:])
         else:
@@ -309,18 +270,24 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
     )
 
 
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
 @contextmanager
 def _in_higher_precision(model: nn.Module) -> Iterator[None]:
     """Let modules compute in float32, or in float64 if parameters are float32. Parameters are copied for each call, so
     that only one module's copies take memory at a time."""
-    wide = torch.float64 if next(model.parameters()).dtype == torch.float32 else torch.float32
+    wide = _wider(next(model.parameters()).dtype)
     kept: dict[int, dict[str, nn.Parameter | None]] = {}
 
-    def widen(module: nn.Module, *arguments: Any) -> None:
+    def widen(module: nn.Module, arguments: tuple) -> tuple | None:
         kept[id(module)] = dict(module._parameters)
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(parameter.detach().to(wide), requires_grad=False)
+        # T5 brings what it gives to a projection to the dtype of the weight that waits there
+        return tuple(each.to(wide) for each in arguments) if isinstance(module, nn.Linear) else None
 
     def narrow(module: nn.Module, *arguments: Any) -> None:
         module._parameters.update(kept.pop(id(module), {}))
@@ -346,11 +313,12 @@ def _drawn(logits: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _plain_generation(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Generate without end token and logits processors, and with a generator that may be seeded."""
+def _plain_generation(model: nn.Module, ids: torch.Tensor) -> Iterator[None]:
+    """Generate behind ``ids`` without end token and logits processors, and with a generator that may be seeded."""
     kept = model.generation_config
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model.generation_config = GenerationConfig(pad_token_id=0)
+    with torch.random.fork_rng(devices=[ids.device] if ids.device.type == "cuda" else []):
+        # else transformers puts the token that starts a decoder in front
+        model.generation_config = GenerationConfig(pad_token_id=0, decoder_start_token_id=int(ids[0, 0]))
         try:
             yield
         finally:
@@ -358,18 +326,18 @@ def _plain_generation(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def different_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> str | None:
+def different_tokens(
+    model: nn.Module, ids: torch.Tensor, max_new_tokens: int, encoded: torch.Tensor | None = None
+) -> str | None:
     """Return the first case of :func:`compare`, of the same arguments, with other tokens than stock's, or None."""
-    part = state_of(model).plans.part_of(model)
-    limit = min(known_positions(model.config), default=LONG_TOKENS + max_new_tokens)
-    with _plain_generation(model, ids.device):
-        for case in _cases(ids, () if part is None else part.windows, limit, max_new_tokens):
-            options = {"max_new_tokens": max_new_tokens, "do_sample": case.do_sample, "attention_mask": case.mask}
+    with _plain_generation(model, ids):
+        for case in _all_cases(model, ids, max_new_tokens, encoded):
             made = []
             for fast in (True, False):
                 torch.manual_seed(SEED)
+                cache = {CACHE: _cache_for(model, fast)}
                 with nullcontext() if fast else paused(model):
-                    made.append(model.generate(case.ids, **{CACHE: _cache_for(model, fast)}, **options))
+                    made.append(_generated(model, case, max_new_tokens=max_new_tokens, **cache))
             if not torch.equal(*made):
                 first = int((made[0] != made[1]).any(0).nonzero()[0]) - case.ids.shape[1]
                 return f"{case.name}: other tokens from number {first + 1} on"
@@ -377,22 +345,22 @@ def different_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -
 
 
 @torch.no_grad()
-def compare(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> Verification:
+def compare(
+    model: nn.Module, ids: torch.Tensor, max_new_tokens: int, encoded: torch.Tensor | None = None
+) -> Verification:
     """Do what ``verify()`` does, for a patched model.
 
     Args:
         model: the patched model.
         ids: [batch, seq_len] without padding, on the model's device.
         max_new_tokens: length of the generations that are compared.
+        encoded: of an encoder-decoder, [batch, length, features] of the encoder's output; else None.
 
     Raises:
         ValueError: the inputs are too short or too many, or the model's decode loop is not patched.
     """
-    part = state_of(model).plans.part_of(model)
-    windows = () if part is None else part.windows
-    limit = min(known_positions(model.config), default=LONG_TOKENS + max_new_tokens)
-    rows, cases = [], list(_cases(ids, windows, limit, max_new_tokens))
-    with _plain_generation(model, ids.device), counted(len(cases), "hf_fastpath: verify") as bar:
+    rows, cases = [], _all_cases(model, ids, max_new_tokens, encoded)
+    with _plain_generation(model, ids), counted(len(cases), "hf_fastpath: verify") as bar:
         for case in cases:
             bar.set_description_str(f"hf_fastpath: verify, {case.name}", refresh=False)
             rows.append(_compare(model, case, max_new_tokens))

@@ -236,7 +236,8 @@ def _steps(model: Any, dtype: torch.dtype, bandwidth: float | None, gpus: int) -
     text = model.config.get_text_config(decoder=True)
     if compat.layer_kinds(text) is None or not hasattr(text, "num_attention_heads"):
         return ()
-    longest = getattr(text, "max_position_embeddings", None) or CONTEXTS[-1]
+    known = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    longest = next(filter(None, known), CONTEXTS[-1])
     steps = []
     over = several_gpus.spread(model, gpus) if gpus > 1 else None
     for batch in BATCHES:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import compat
 from ..patching.api import patch, unpatch
 from ..patching.state import patched_model, state_of
-from .comparison import Verification, compare, sequences
+from .comparison import compare, sequences
+from .rows import Verification
 
 
 @torch.no_grad()
@@ -20,10 +22,13 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
     if they have less than 512 tokens (long); a text up to the edge of the smallest sliding window, if the model has one
     (window edge); and the beginning with tokens drawn from a seed (sampling). End tokens and the logits processors of
     ``model.generation_config`` are left out. An unpatched model is patched for the comparison and unpatched afterwards.
+    Of an encoder-decoder, the rows are made of what its encoder gives for ``inputs``, and the text begins with the
+    token that starts the decoder.
 
     Args:
-        model: a causal LM.
-        inputs: input_ids [batch, seq_len] without padding, or a mapping that holds them (a tokenizer's output).
+        model: a model that generates text.
+        inputs: input_ids [batch, seq_len] without padding, or a mapping that holds them (a tokenizer's output); of an
+            encoder-decoder, what its encoder takes, also sound.
         max_new_tokens: length of the generations that are compared.
 
     Returns:
@@ -33,12 +38,16 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
         ValueError: the inputs are too short, too many or padded, or the model's decode loop is not patched.
     """
     model = patched_model(model)
-    ids = sequences(inputs).to(next(model.parameters()).device)
+    device, encoded = next(model.parameters()).device, None
+    if compat.has_encoder(model):
+        ids, encoded = compat.read_by_encoder(model, inputs)
+    else:
+        ids = sequences(inputs).to(device)
     was_patched = state_of(model) is not None
     if not was_patched:
         patch(model, quiet=True)
     try:
-        return compare(model, ids, max_new_tokens)
+        return compare(model, ids, max_new_tokens, encoded)
     finally:
         if not was_patched:
             unpatch(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ __all__ = [
 def is_sample_mode(generation_mode: Any) -> bool:
     """Whether ``generate()`` will run greedy search or sampling."""
     return generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+def is_beam_mode(generation_mode: Any) -> bool:
+    """Whether ``generate()`` will run beam search."""
+    return generation_mode in (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 
 def is_assisted_mode(generation_mode: Any) -> bool:
@@ -155,9 +160,7 @@ def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len
     Returns:
         [batch, count, vocab_size] logits of the token that follows each.
     """
-    known = model._update_model_kwargs_for_generation(
-        {}, dict(model_kwargs), num_new_tokens=input_ids.shape[1] - prompt_len
-    )
+    known = _updated(model, model_kwargs, input_ids.shape[1] - prompt_len)
     with model._optimize_model_for_decode():
         inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=count, **known)
         if "logits_to_keep" in inputs:
@@ -173,8 +176,16 @@ def inputs_behind(model: Any, input_ids: torch.Tensor, model_kwargs: dict) -> di
         model_kwargs: the keyword arguments of the prompt.
     """
     text = torch.nn.functional.pad(input_ids, (0, 1))
-    known = model._update_model_kwargs_for_generation({}, dict(model_kwargs))
+    known = _updated(model, model_kwargs, 1)
     return model.prepare_inputs_for_generation(text, next_sequence_length=1, **known)
+
+
+def _updated(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return the keyword arguments of a prompt once ``count`` tokens follow it."""
+    given = dict(model_kwargs)
+    return model._update_model_kwargs_for_generation(
+        {}, given, is_encoder_decoder=model.config.is_encoder_decoder, num_new_tokens=count
+    )
 
 
 def rotary_positions(model: Any, position_ids: torch.Tensor) -> torch.Tensor:

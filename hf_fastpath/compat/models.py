@@ -146,6 +146,11 @@ def config_entries(config: Any) -> dict[str, Any]:
     return {name: config_entries(each) if isinstance(each, PreTrainedConfig) else each for name, each in entries}
 
 
+def configs_inside(config: Any) -> dict[str, Any]:
+    """Return the configs of parts of a model inside its config, by their names."""
+    return {name: each for name, each in vars(config).items() if isinstance(each, PreTrainedConfig)}
+
+
 def take_layer_entries(config: Any) -> dict[int, dict[str, Any]]:
     """Take the entries that differ by layer out of a config; return them by layer."""
     spec = vars(config).get("_heterogeneity_spec")
@@ -206,16 +211,26 @@ FORWARD_NOTES = frozenset({"rope_deltas", "_output_capturing_hooks_installed"})
 
 
 def model_of_config(config: Any, **arguments: Any) -> Any:
-    """Make a model of the class for ``config``: a causal LM, or else any other model that there is.
+    """Make a model of the class for ``config``: one that generates text, or else any other model that there is.
 
-    The classes are tried in order: causal LM, images or sound and text, encoder-decoder, any model.
+    The classes are tried in order: causal LM, images or sound and text, encoder-decoder, any model; for a config of an
+    encoder-decoder, encoder-decoders come first.
 
     Raises:
         ValueError: transformers has no model for this config.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
 
-    for factory in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModel):
+    encoders = AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    decoders = AutoModelForCausalLM, AutoModelForImageTextToText
+    is_both = getattr(config, "is_encoder_decoder", False)
+    for factory in (*(encoders + decoders if is_both else decoders + encoders), AutoModel):
         try:
             return factory.from_config(config, **arguments)
         except ValueError as error:

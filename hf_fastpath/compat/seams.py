@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .caches import CACHE, LayerKind, LinearAttentionLayer, layer_kinds, made_layer
+from .encoders import encoder_output, text_cache, text_name
 from .generation import inputs_behind
 from .models import is_multimodal
 
@@ -100,6 +101,11 @@ class RecordingCache(Cache):
             raise ValueError("a cache that holds more than keys, values and states")
         self.kinds = kinds
         super().__init__(layers=[_recording_layer(index, kind, append) for index, kind in enumerate(kinds)])
+
+    def keep(self, count: int) -> None:
+        """Leave out all layers but the first ``count``: a config may tell of more layers than its decoder has."""
+        self.kinds = self.kinds[:count]
+        del self.layers[count:]
 
     def claim(self, length: int) -> None:
         """Say from now on that ``length`` tokens are held."""
@@ -226,21 +232,34 @@ def gathered_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weig
     return batched_mm_experts_forward(module, x, ids, weights)
 
 
-def forward_over(model: nn.Module, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+def forward_over(
+    model: nn.Module, tokens: torch.Tensor, cache: Cache, encoded: torch.Tensor | None = None
+) -> torch.Tensor:
     """Run tokens of one sequence behind those that ``cache`` holds; return the model's logits.
 
     No mask is passed: Mamba's class would apply one of the whole text to the new tokens.
+
+    Args:
+        encoded: [1, length, encoder_width], of an encoder-decoder what the encoder has given; else None.
     """
-    past, count = cache.get_seq_length(), tokens.shape[1]
-    given: dict[str, Any] = {"input_ids": tokens, CACHE: cache, "use_cache": True, "return_dict": True}
+    past, count = text_cache(cache).get_seq_length(), tokens.shape[1]
+    given: dict[str, Any] = {
+        text_name(model, "input_ids"): tokens,
+        CACHE: cache,
+        "use_cache": True,
+        "return_dict": True,
+    }
     if takes_positions(model):
-        given["position_ids"] = torch.arange(past, past + count, device=tokens.device)[None]
+        positions = torch.arange(past, past + count, device=tokens.device)[None]
+        given[text_name(model, "position_ids")] = positions
+    if encoded is not None:
+        given["encoder_outputs"] = encoder_output(encoded)
     return model(**given).logits
 
 
 def takes_positions(model: nn.Module) -> bool:
     """Whether a model's forward takes position ids, and ``generate()`` gives some with every token."""
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+    if text_name(model, "position_ids") not in inspect.signature(type(model).forward).parameters:
         return False
     if not is_multimodal(model):
         return True

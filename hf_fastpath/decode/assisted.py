@@ -33,8 +33,7 @@ from .calls import (
 )
 from .draft_plan import DraftReader, StockReader
 from .drafts import PlanDrafts, StockDrafts
-from .eligibility import step_aside_reason
-from .multimodal import has_more_than_tokens
+from .eligibility import step_aside_reason, why_no_drafts
 from .patched import STATE_KEY, Patched
 from .structure import ModelPart
 
@@ -58,14 +57,10 @@ def decode(
 ) -> Any:
     """Do what ``GenerationMixin._assisted_decoding`` does, with its arguments, while a patched model is alive."""
     part = state.plans.part_of(model)
-    reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
+    reason = why_no_drafts(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     generator, ranks = None, None if part is None else part.ranks
-    if reason is None and len(part.devices) > 1:
-        reason = Cause("generation_mode", "drafts for a model on several devices")
     if reason is None and ranks is not None and runs_users_code(logits_processor, stopping_criteria, streamer):
         reason = Cause("generation_mode", "drafts and code of the user's own, for a model spread over processes")
-    if reason is None and has_more_than_tokens(part, model_kwargs):
-        reason = Cause("generation_mode", "drafts behind a prompt of more than tokens")
     reason = reason or part.shape_reason(1, MAX_QUERY_LEN)
     if reason is None:
         known = assistant_tokenizer is None and input_ids.shape[0] == 1

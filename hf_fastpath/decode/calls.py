@@ -39,12 +39,6 @@ def for_patched_models(loop: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-@for_patched_models
-def run_stock(state: Patched, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a method of transformers that none of our loops replaces; the call only waits at the same door as others."""
-    return original(model, *args, **kwargs)
-
-
 @contextmanager
 def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
     """Give all layers of ``cache`` the same length again if the block is broken off."""
@@ -150,11 +144,14 @@ def next_positions_of(part: ModelPart, input_ids: torch.Tensor, config: Any, mod
         part: the model.
         input_ids, config, model_kwargs: of a call of ``generate()`` that there is no reason against.
     """
-    if part.is_multimodal and part.takes_positions:
-        given = compat.inputs_behind(part.module, input_ids, model_kwargs)["position_ids"]
+    given = None
+    if (part.is_multimodal or part.has_encoder) and part.takes_positions:
+        known = compat.inputs_behind(part.module, input_ids, model_kwargs)
+        given = known.get(compat.text_name(part.module, "position_ids"))
+    if given is not None:
         found = compat.rotary_positions(part.module, given)[0, :, -1]
     else:
-        found = position_ids_of(input_ids, config, model_kwargs)[:, -1] + 1
+        found = position_ids_of(input_ids, config, compat.text_arguments(model_kwargs))[:, -1] + 1
     return found.expand(len(input_ids))
 
 

@@ -31,7 +31,8 @@ def step_aside_reason(
     model_kwargs: dict,
 ) -> str | None:
     """Return the reason code for which this call is left to transformers' loop, or None."""
-    cache, batch = model_kwargs.get(compat.CACHE), input_ids.shape[0]
+    text = compat.text_arguments(model_kwargs)
+    cache, batch = text.get(compat.CACHE), input_ids.shape[0]
     if (reason := uncovered_reason(state.loop_reason, state.model, part)) is not None:
         return reason
     if synced_gpus:
@@ -47,15 +48,38 @@ def step_aside_reason(
         return Cause("other_cache", type(cache).__name__)
     if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
         return Cause("batch_size", f"{batch} sequences, {most} at most")
-    if (reason := _arguments_reason(part, input_ids, model_kwargs)) is not None:
+    if (reason := _arguments_reason(part, input_ids, text)) is not None:
         return reason
     reason = model_reason(state, part, input_ids, cache)
     # a cache of states alone does not count for transformers, which reads a whole text again behind them
     past_len = cache.get_seq_length() if cache.key_layers else 0
-    reason = reason or _layout_reason(part, input_ids, model_kwargs, past_len)
+    reason = reason or _layout_reason(part, input_ids, text, past_len)
     if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
         reason = multimodal.reason_against(part, input_ids, model_kwargs)
+    known = part.computed_positions if reason is None else None
+    if known is not None and (config.max_length or 0) > known:
+        return Cause("position_ids", f"max_length is {config.max_length}, the model's table has {known} positions")
     return reason or _pad_token_reason(part, config, batch)
+
+
+def why_no_drafts(
+    state: Patched,
+    part: ModelPart | None,
+    input_ids: torch.Tensor,
+    config: Any,
+    synced_gpus: bool,
+    model_kwargs: dict,
+) -> str | None:
+    """Return the reason code for which this call, which verifies drafts, is left to transformers' loop, or None."""
+    if part is not None and part.has_encoder:  # prepare_cache() has made no cache of ours
+        loop_reason = uncovered_reason(state.loop_reason, state.model, part)
+        return loop_reason or Cause("generation_mode", "drafts for a model with an encoder")
+    reason = step_aside_reason(state, part, input_ids, config, synced_gpus, model_kwargs)
+    if reason is None and part is not None and len(part.devices) > 1:
+        return Cause("generation_mode", "drafts for a model on several devices")
+    if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
+        return Cause("generation_mode", "drafts behind a prompt of more than tokens")
+    return reason
 
 
 def uncovered_reason(loop_reason: str | None, model: nn.Module | None, part: ModelPart | None) -> str | None:
@@ -103,7 +127,7 @@ def _arguments_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: di
             if value is not False:
                 return Cause("attention_outputs", name)
             continue
-        if not part.is_multimodal:
+        if not (part.is_multimodal or part.has_encoder):
             return Cause("unsupported_input", name)
     if multimodal.prompt_shape(input_ids, model_kwargs)[1] == 0:
         return Cause("unsupported_input", "input_ids is empty")
@@ -159,7 +183,7 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
             return Cause("attention_mask", what)
     if position_ids is None:
-        return Cause("position_ids", "None") if part.takes_positions else None
+        return Cause("position_ids", "None") if part.takes_positions and not part.has_encoder else None
     known = position_ids.dim() == 2 or (part.is_multimodal and position_ids.dim() == 3)
     if not known or position_ids.device != input_ids.device or position_ids.dtype not in INDEX_DTYPES:
         return Cause("position_ids", f"{position_ids.dtype} {tuple(position_ids.shape)} on {position_ids.device}")

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from .. import compat
+from ..cache.encoder_decoder import for_stock
 from ..cache.fastpath_cache import FastpathCache
-from . import prompt
+from . import encoded, prompt
 from .calls import (
     Watch,
     alike,
@@ -65,7 +66,7 @@ def sample(
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
                 whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
-                with settling(model_kwargs[compat.CACHE], part), whole as own_code:
+                with settling(compat.text_cache(model_kwargs[compat.CACHE]), part), whole as own_code:
                     loop.follow(part.ranks, own_code)
                     return loop.generate(part, model_kwargs)
         reason = "busy"
@@ -73,7 +74,7 @@ def sample(
     before, started = input_ids.shape[1], time.perf_counter()
     result = original(
         *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
-        **model_kwargs,
+        **for_stock(model_kwargs),
     )
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     state.stats.generated(sequences.numel() - before * sequences.shape[0], started, stock=True)
@@ -151,12 +152,14 @@ class _Loop:
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
     def generate(self, part: ModelPart, model_kwargs: dict) -> Any:
-        cache = model_kwargs[compat.CACHE]
+        text, given_cache = compat.text_arguments(model_kwargs), model_kwargs[compat.CACHE]
+        cache = text[compat.CACHE]
         if cache.state_layers and not cache.is_dropped:
             self.ahead = 0  # a token that was read behind the end could not be taken back
-        mask = model_kwargs.get("attention_mask")
+        mask = text.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions = next_positions_of(part, self.ids, self.config, model_kwargs)
+        seen = encoded.seen(part, self.ids, model_kwargs) if part.has_encoder else None
         next_logits = prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self.plan_chooses()
@@ -189,7 +192,8 @@ class _Loop:
                     eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
                     self._settle(self.ids.numel())
                     positions = next_positions + (self.length - self.prompt_len - 1)
-                    plan.begin(cache, positions, starts, self.unfinished, *eos, self.settings)
+                    read = None if seen is None else encoded.Encoded.of(given_cache, seen)
+                    plan.begin(cache, positions, starts, self.unfinished, *eos, self.settings, read)
                 if watch is not None:
                     plan.follow_edits()
                 if not plan.has_positions() and self._look_back(wait=True):
@@ -220,7 +224,7 @@ class _Loop:
         self.state.stats.generated(new_tokens - by_stock, started, timed=new_tokens - self.batch)
         if self.streamer is not None:
             self.streamer.end()
-        return self._result(cache)
+        return self._result(given_cache)
 
     def _gather(self) -> None:
         """Append the tokens that the plan has chosen to the sequences."""
@@ -361,15 +365,16 @@ class _Loop:
                 if compat.philox_offset(self.device) == self.drawn_to:
                     compat.set_philox_offset(self.device, self.offsets[self.length])
 
-    def _result(self, cache: FastpathCache) -> Any:
+    def _result(self, cache: Any) -> Any:
         sequences = self.ids.contiguous()
         if not self.config.return_dict_in_generate:
             return sequences
-        return compat.GenerateDecoderOnlyOutput(
+        kind = compat.GenerateDecoderOnlyOutput
+        if isinstance(cache, compat.EncoderDecoderCache):
+            kind = compat.GenerateEncoderDecoderOutput
+        return kind(
             sequences=sequences,
             scores=tuple(self.scores) if self.config.output_scores else None,
             logits=tuple(self.logits) if self.config.output_logits else None,
-            attentions=None,
-            hidden_states=None,
             **{compat.CACHE: cache},
         )

@@ -1,5 +1,5 @@
-"""Prompts of more than tokens: embeddings, images, sound. The model's own code reads them, and is asked here what it
-would be given with the tokens that follow, which a plan then reads."""
+"""Prompts of more than tokens: embeddings, images, sound, what an encoder reads. The model's own code reads them, and
+is asked here what it would be given with the tokens that follow, which a plan then reads."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import torch
 
 from .. import compat
 from ..reasons import Cause
+from . import encoded
 from .structure import ModelPart
 
 
 def has_more_than_tokens(part: ModelPart, model_kwargs: dict) -> bool:
     """Whether the prompt of a call may be more than its token ids."""
-    return part.is_multimodal or model_kwargs.get("inputs_embeds") is not None
+    return part.is_multimodal or part.has_encoder or model_kwargs.get("inputs_embeds") is not None
 
 
 def prompt_shape(input_ids: torch.Tensor, model_kwargs: dict) -> tuple[int, int]:
@@ -32,22 +33,27 @@ def reason_against(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict)
     """
     try:
         given = compat.inputs_behind(part.module, input_ids, model_kwargs)
+        is_one_run = not part.has_encoder or encoded.seen(part, input_ids, model_kwargs) is not None
     except Exception as error:  # methods of any model's class, which expect the outputs of a forward
         what = f"{type(error).__name__}: {error}"
         return Cause("unsupported_input", f"what a token behind the prompt is given is not known, {what}")
     if given.get(compat.CACHE) is None:
         return Cause("no_cache", f"{compat.name_of(type(part.module))} leaves the cache out behind so long a prompt")
-    positions = given.get("position_ids")
-    if part.takes_positions != (positions is not None):
+    positions = given.get(compat.text_name(part.module, "position_ids"))
+    if part.has_encoder and positions is None:
+        pass  # the decoder counts from the length of its cache
+    elif part.takes_positions != (positions is not None):
         what = "None" if positions is None else "a forward that does not name them"
         return Cause("position_ids", what)
     if positions is not None:
         axes = compat.rotary_positions(part.module, positions)
         if axes.shape[-1] != 1 or not bool((axes == axes[:1]).all()):
             return Cause("position_ids", f"axes of {tuple(positions.shape)} go on from different places")
-    if not part.is_multimodal:  # no other argument comes here
+    if not is_one_run:
+        return Cause("attention_mask", "more than one run of ones over what the encoder has read")
+    if not (part.is_multimodal or part.has_encoder):  # no other argument comes here
         return None
-    known = compat.FORWARD_ARGUMENTS | compat.WITHOUT_EFFECT | {"tokenizer"}
+    known = compat.FORWARD_ARGUMENTS | compat.WITHOUT_EFFECT | compat.ENCODED_ARGUMENTS | {"tokenizer"}
     others = {name: value for name, value in given.items() if name not in known and value is not None}
     others = {name: value for name, value in others.items() if not (name.startswith("output_") and value is False)}
     return part.arguments_reason(others, len(input_ids)) if others else None

@@ -56,7 +56,7 @@ class _Layer:
         ]  # fmt: skip
         plain = [self.out["norm"], self.down["norm"], self.attention["sinks"], self.up.get("residual")]
         plain += [self.cache.k_scales, self.cache.block_table, self.qkv.get("head_norms")]
-        plain.append(self.attention.get("slopes"))
+        plain += [self.attention.get("slopes"), self.attention.get("biases")]
         none = [self.out["activation"], self.down["activation"]]
         return (
             all(found is wanted for found, wanted in taken)

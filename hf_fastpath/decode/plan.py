@@ -19,6 +19,7 @@ from ..ops.kv_cache import KVCache, is_quantized
 from . import steps
 from .angles import AngleTables
 from .composed import READING_BUFFERS
+from .encoded import Encoded, EncodedPlaces
 from .graph import capture, random_numbers_in_turn
 from .named_calls import Register, Step
 from .plan_memory import PlanMemory
@@ -98,7 +99,11 @@ class DecodePlan:
             self.program = Program() if len(self.memory) == 1 else Stages(self.device)
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
             self.states = [[_like(each) for each in found] for found in part.states(batch)]
+            #: tables of what is added to scores, each with the memory where the program reads it
+            self._biases = [(each, each.memory(self.device)) for each in part.biases(batch)]
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
+            layers = len(part.layers) if part.has_encoder else 0
+            self._encoded = EncodedPlaces(self.program, layers, batch, self.device) if layers else None
             self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
             learned = part.learned_positions
             #: positions that the model has learned, or None: it turns queries and keys by any
@@ -162,9 +167,11 @@ class DecodePlan:
         at = {}
         for device, own in self.memory.items():
             fixed = own.kv_tables, own.workspace, programmatic_launch, own.staging, self.kv_dtype
-            at[device] = Positions(angles, lens, starts, *fixed)
+            at[device] = Positions(angles, lens, starts, *fixed, self._encoded)
         if part.is_recorded:
-            logits = part.record(emit, self.tokens, self.positions, self._caches, self.states, at[self.device])
+            biases = [memory for _, memory in self._biases]
+            given = self.tokens, self.positions, self._caches, self.states, biases, at[self.device]
+            logits = part.record(emit, *given)
             return logits, self._made_for(programmatic_launch)
         for index, (layer, device) in enumerate(zip(part.layers, part.layer_devices)):
             self.program.move_to(device)
@@ -192,6 +199,7 @@ class DecodePlan:
         eos_tokens: torch.Tensor | None = None,
         pad_token: torch.Tensor | None = None,
         settings: Sequence[float] | None = None,
+        encoded: Encoded | None = None,
     ) -> None:
         """Start or continue generating over ``cache``.
 
@@ -203,6 +211,7 @@ class DecodePlan:
             eos_tokens: at most MAX_EOS_TOKENS end tokens that the plan compares with, or None.
             pad_token: the token for a row that has ended; needed with ``eos_tokens``.
             settings: for a plan that samples: temperature, top_k, top_p and min_p, as ``exponential_race`` takes them.
+            encoded: of a model with an encoder, what that has read; else None.
         """
         if self.sampled:
             self.settings.copy_(torch.tensor(settings, dtype=torch.float64, device="cpu"))
@@ -214,6 +223,10 @@ class DecodePlan:
             self.pad_token.copy_(pad_token.reshape(1))
         self.positions.copy_(positions[:, None])
         self.starts.zero_() if starts is None else self.starts.copy_(starts)
+        if self._encoded is not None:
+            self._encoded.bind(encoded)
+        for table, memory in self._biases:
+            table.fill(memory)
         self.cache, self._held = cache, cache.get_seq_length()
         self._ahead = [position - self._held for position in positions.tolist()]
         self._shifts, self._covered = [0] * self.batch, range(0)
@@ -363,6 +376,8 @@ class DecodePlan:
         for registers in self._caches:
             # A captured graph finds the buffers through the kv_tables; keeping them here would only hold memory.
             self.program.put(registers, None)
+        if self._encoded is not None:
+            self._encoded.release()
         self.program.release()
         done, self.on_end = self.on_end, None
         if done is not None:

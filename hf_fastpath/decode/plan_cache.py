@@ -143,7 +143,8 @@ class PlanCache:
         return None if self.family is None else self.family.model_part(model)
 
     def reason_of(self, part: structure.ModelPart) -> str | None:
-        """Return ``part.reason()`` for a part that :meth:`part_of` has just given."""
+        """Return ``part.reason()`` for a part of the model as it is now. Without a reason, :meth:`part_of` gives the
+        same part as long as the model stays so."""
         if self._snapshot_with(part) is not None:
             return None
         reason = part.reason()

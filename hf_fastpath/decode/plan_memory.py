@@ -43,8 +43,7 @@ class PlanMemory:
         made = cls({})
         if device.type != "cuda":
             return made
-        heads = {(attention.num_heads, attention.head_dim) for attention in part.attentions}
-        size = max((workspace_bytes(batch, query_len, *each) for each in heads), default=0)
+        size = max((workspace_bytes(batch, query_len, *each) for each in part.query_heads), default=0)
         made.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         for paged in {size is not None for size in page_sizes}:
             shape = len(part.layers), table_columns(kv_dtype, paged)

@@ -53,6 +53,8 @@ class Positions:
         staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``; None if projections
             append to the cache.
         kv_dtype: storage type of the caches, None if not known.
+        encoded: of a decoder behind an encoder, where the plan finds what that has read (``encoded.EncodedPlaces``);
+            None for other models.
     """
 
     angles: dict[str | None, tuple[Any, Any]]
@@ -63,6 +65,7 @@ class Positions:
     programmatic_launch: bool = False
     staging: Staging | None = None
     kv_dtype: torch.dtype | None = None
+    encoded: Any = None
 
     def placed(self, cache: KVCache, layer: int) -> KVCache:
         """Return a layer's cache with the ``kv_table`` that serves it."""

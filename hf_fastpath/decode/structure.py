@@ -66,6 +66,8 @@ class ModelPart(Part):
     takes_positions: ClassVar[bool] = True
     #: it reads images or sound as well
     is_multimodal: ClassVar[bool] = False
+    #: its decoder attends to what an encoder has read
+    has_encoder: ClassVar[bool] = False
 
     @property
     def source(self) -> nn.Module:
@@ -99,8 +101,17 @@ class ModelPart(Part):
         """Of each layer."""
         return [layer.attention for layer in self.layers]
 
+    @property
+    def query_heads(self) -> set[tuple[int, int]]:
+        """Number of query heads and elements of a head, of every attention."""
+        return {(attention.num_heads, attention.head_dim) for attention in self.attentions}
+
     def states(self, batch: int) -> list[list[torch.Tensor]]:
         """Return nothing: layers hold keys and values alone."""
+        return []
+
+    def biases(self, batch: int) -> list[Any]:
+        """Return nothing: no layer adds biases to its scores."""
         return []
 
     @property
@@ -153,6 +164,11 @@ class ModelPart(Part):
     @property
     def position_offset(self) -> int:
         return int(number(self.position_embedding, self.architecture.position_offset, default=0))
+
+    @property
+    def computed_positions(self) -> int | None:
+        """None: angles are computed for any position."""
+        return None
 
     @property
     def learned_positions(self) -> tuple[int, int] | None:

@@ -43,6 +43,7 @@ def reference(
     block_table: torch.Tensor | None = None,
     softcap: float = 0.0,
     slopes: torch.Tensor | None = None,
+    biases: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
 
@@ -78,6 +79,8 @@ def reference(
             may share pages that no call writes.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
         slopes: float32 [num_heads], added to a score times ``j - p`` (ALiBi); or None. They do not go with sinks.
+        biases: float32 [num_heads, distances], of which ``biases[:, min(p - j, distances - 1)]`` is added to a score
+            (T5's relative positions); or None. They go with a query_len of 1, and not with slopes or sinks.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype; softmax and accumulators are float32.
@@ -88,7 +91,7 @@ def reference(
 
     Source: transformers ``integrations/sdpa_attention.py@5.17``, with sinks ``eager_attention_forward`` of
     ``models/gpt_oss/modeling_gpt_oss.py@5.23``, with a cap that of ``models/gemma2/modeling_gemma2.py@5.17``; ALiBi,
-    arXiv:2108.12409; flash decoding (split KV), arXiv:2205.14135.
+    arXiv:2108.12409; biases, arXiv:1910.10683, section 2.1; flash decoding (split KV), arXiv:2205.14135.
     """
     refuse_kv_table(kv_table)
     batch, query_len, num_heads, head_dim = q.shape
@@ -98,9 +101,9 @@ def reference(
     if k_scales is not None and v_scales is not None:
         k_cache, v_cache = dequantized(k_cache, k_scales, q.dtype), dequantized(v_cache, v_scales, q.dtype)
     k, v = (torch.where(used, cache, 0).to(q.dtype) for cache in (k_cache, v_cache))
-    if softcap or slopes is not None or sinks is not None:
+    if softcap or slopes is not None or sinks is not None or biases is not None:
         apart = slot_positions(seq_lens, k.shape[2])[:, None] - positions(seq_lens, query_len)[:, :, None]
-        out = _eager(q.transpose(1, 2), k, v, visible[:, None], scale, sinks, softcap, slopes, apart[:, None])
+        out = _eager(q.transpose(1, 2), k, v, visible[:, None], scale, sinks, softcap, slopes, biases, apart[:, None])
     else:
         out = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=k.shape[1] != num_heads
@@ -118,6 +121,7 @@ def _eager(
     sinks: torch.Tensor | None,
     softcap: float,
     slopes: torch.Tensor | None,
+    biases: torch.Tensor | None,
     apart: torch.Tensor,
 ) -> torch.Tensor:
     """Return [batch, num_heads, query_len, head_dim]; ``apart``: positions of keys minus those of queries."""
@@ -127,6 +131,9 @@ def _eager(
         scores = torch.tanh(scores / softcap) * softcap
     if slopes is not None:
         scores = scores + (slopes.to(q.dtype)[:, None, None] * apart).to(q.dtype)
+    if biases is not None:
+        behind = (-apart[:, 0]).clamp(0, biases.shape[1] - 1)  # [batch, query_len, capacity]
+        scores = scores + biases.to(q.dtype)[:, behind].transpose(0, 1)
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is None:
         return scores.softmax(-1) @ v
@@ -172,7 +179,11 @@ MAX_SPLITS = 64
 
 
 def score_reasons(
-    q: torch.Tensor, sinks: torch.Tensor | None, softcap: float, slopes: torch.Tensor | None
+    q: torch.Tensor,
+    sinks: torch.Tensor | None,
+    softcap: float,
+    slopes: torch.Tensor | None,
+    biases: torch.Tensor | None,
 ) -> list[str]:
     """Return reasons why scores of queries, [batch, query_len, heads, head_dim], cannot be changed so."""
     reasons = []
@@ -184,6 +195,15 @@ def score_reasons(
         reasons.append(f"slopes are {slopes.dtype} {tuple(slopes.shape)}, expected torch.float32 ({q.shape[2]},)")
     if slopes is not None and slopes.device != q.device:
         reasons.append(f"slopes are on {slopes.device}, expected {q.device}: move them")
+    if biases is None:
+        return reasons
+    if sinks is not None or slopes is not None or q.shape[1] > 1:
+        reasons.append("biases go with one new token, and not with slopes or sinks: pass them alone")
+    if biases.dtype != torch.float32 or biases.dim() != 2 or biases.shape[0] != q.shape[2] or not biases.shape[1]:
+        expected = f"torch.float32 ({q.shape[2]}, 1 or more)"
+        reasons.append(f"biases are {biases.dtype} {tuple(biases.shape)}, expected {expected}")
+    if biases.device != q.device:
+        reasons.append(f"biases are on {biases.device}, expected {q.device}: move them")
     return reasons
 
 
@@ -223,12 +243,13 @@ def why_not(
     block_table=None,
     softcap=0.0,
     slopes=None,
+    biases=None,
 ) -> list[str]:
     if q.dim() != 4 or not 1 <= q.shape[1] <= MAX_QUERY_LEN:
         return [f"q has shape {tuple(q.shape)}, expected [batch, 1 to {MAX_QUERY_LEN}, heads, head_dim]"]
     batch, query_len, num_heads, head_dim = q.shape
     reasons = tensor_reasons(q, sinks=sinks) + shape_reason("sinks", sinks, (num_heads,))
-    reasons += score_reasons(q, sinks, softcap, slopes)
+    reasons += score_reasons(q, sinks, softcap, slopes, biases)
     of_cache = k_scales, v_scales, block_table
     reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer, *of_cache)
     reasons += query_reasons(q, k_cache, starts, window)
@@ -243,12 +264,13 @@ def why_not(
     return reasons
 
 
-def moved(q, k_cache, seq_lens, starts, window, sinks=None, block_table=None, slopes=None) -> int:
+def moved(q, k_cache, seq_lens, starts, window, sinks=None, block_table=None, slopes=None, biases=None) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)
     row = 2 * k_cache.shape[1] * position_bytes(k_cache)
-    return int(length.clamp(max=capacity_of(k_cache, block_table)).sum()) * row + 2 * nbytes(q) + nbytes(sinks, slopes)
+    read = int(length.clamp(max=capacity_of(k_cache, block_table)).sum()) * row
+    return read + 2 * nbytes(q) + nbytes(sinks, slopes, biases)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -268,6 +290,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         page_size=None,
         softcap=0.0,
         slopes=False,
+        distances=None,
     ):
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         shape = (batch, kv_heads, capacity, head_dim)
@@ -293,6 +316,7 @@ def samples(device: torch.device, dtype: torch.dtype):
             block_table=table,
             softcap=softcap,
             slopes=2.0 ** -torch.arange(1, 1 + heads, device=device, dtype=torch.float32) if slopes else None,
+            biases=None if distances is None else torch.randn(heads, distances, device=device),
         )
         return Sample(q, *caches, lens, first, head_dim**-0.5, window, **options)
 
@@ -323,6 +347,11 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 1, 3, 3, 300, 70, [65], softcap=1.5, slopes=True)
     yield call(2, 1, 4, 2, 128, 320, [257, 31], softcap=4.0, slopes=True, page_size=16)
     yield call(1, 2, 8, 2, 64, 300, [257], softcap=2.0, slopes=True, kv=torch.int8)
+    yield call(1, 1, 8, 8, 64, 300, [257], distances=113, programmatic_launch=True)
+    yield call(2, 1, 4, 2, 40, 90, [5, 90], starts=[0, 40], distances=7)
+    yield call(2, 1, 4, 2, 64, 320, [300, 7], softcap=3.0, distances=400, page_size=32)
+    yield call(1, 1, 3, 3, 300, 70, [65], distances=1)
+    yield call(1, 1, 8, 2, 128, 1100, [1030], distances=128, kv=torch.int8)
 
 
 SPEC = register(
@@ -332,7 +361,7 @@ SPEC = register(
             "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
             "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None, bool programmatic_launch=False, "
             "Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None, Tensor? block_table=None, "
-            "float softcap=0.0, Tensor? slopes=None) -> Tensor"
+            "float softcap=0.0, Tensor? slopes=None, Tensor? biases=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -30,6 +30,7 @@ def reference(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     slopes: torch.Tensor | None = None,
+    biases: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append ``k`` and ``v`` to the cache, quantized as ``kv_cache.quantized`` does; compute ``decode_attention``.
 
@@ -41,8 +42,8 @@ def reference(
         k, v: float32 [batch, num_kv_heads, query_len, head_dim], keys and values of the new tokens after rotation.
         k_cache, v_cache, k_scales, v_scales: int8 or float8_e4m3fn and bfloat16, as in ``decode_attention``, but the
             newest query_len positions are written, not read. Positions before ``starts`` stay as they are.
-        seq_lens, starts, scale, window, kv_table, layer, workspace, programmatic_launch, sinks, softcap, slopes: as in
-            ``decode_attention``.
+        seq_lens, starts, scale, window, kv_table, layer, workspace, programmatic_launch, sinks, softcap, slopes,
+            biases: as in ``decode_attention``.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype.
@@ -63,8 +64,8 @@ def reference(
         stored[rows, :, slots] = torch.where(kept[:, :, None, None], stored[rows, :, slots], quants.view(torch.int8))
         scales[rows, :, slots] = torch.where(kept[:, :, None], scales[rows, :, slots], of_heads.to(scales.dtype))
     place = None, 0, workspace, programmatic_launch, sinks
-    how = k_scales, v_scales, None, softcap, slopes
-    return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, *place, *how)
+    changes = softcap, slopes, biases
+    return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, *place, k_scales, v_scales, None, *changes)
 
 
 def fake(q):
@@ -73,10 +74,10 @@ def fake(q):
 
 def why_not(
     q, k, v, k_cache, v_cache, k_scales, v_scales, seq_lens, starts, window, kv_table, layer, workspace, sinks, softcap,
-    slopes,
+    slopes, biases,
 ) -> list[str]:  # fmt: skip
     cache = k_cache, v_cache, seq_lens, starts, window, kv_table, layer, workspace, sinks
-    reasons = attention_reasons(q, *cache, k_scales, v_scales, None, softcap, slopes)
+    reasons = attention_reasons(q, *cache, k_scales, v_scales, None, softcap, slopes, biases)
     if not is_quantized(k_cache.dtype):
         reasons.append(f"k_cache has dtype {k_cache.dtype}, expected {' or '.join(map(str, LARGEST_QUANT))}")
     if reasons:
@@ -90,8 +91,8 @@ def why_not(
     return reasons
 
 
-def moved(q, k, v, k_cache, seq_lens, starts, window, sinks, slopes) -> int:
-    return attention_bytes(q, k_cache, seq_lens, starts, window, sinks, None, slopes) + nbytes(k, v)
+def moved(q, k, v, k_cache, seq_lens, starts, window, sinks, slopes, biases) -> int:
+    return attention_bytes(q, k_cache, seq_lens, starts, window, sinks, None, slopes, biases) + nbytes(k, v)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -121,6 +122,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 1, 8, 4, 256, 300, [257], softcap=2.0, programmatic_launch=True)
     slopes = 2.0 ** -torch.arange(1, 5, device=device, dtype=torch.float32)
     yield call(2, 3, 4, 2, 64, 90, [5, 90], starts=[2, 0], slopes=slopes, softcap=3.0)
+    biases = torch.randn(4, 50, device=device)
+    yield call(2, 1, 4, 2, 64, 90, [5, 90], starts=[2, 0], biases=biases)
     yield call(1, 2, 4, 1, 16 * 3, 70, [65], sinks=torch.linspace(-2, 2, 4, device=device).to(dtype))
 
 
@@ -131,7 +134,7 @@ SPEC = register(
             "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scales, "
             "Tensor(d!) v_scales, Tensor seq_lens, Tensor? starts, float scale, int window=0, Tensor? kv_table=None, "
             "int layer=0, Tensor(e!)? workspace=None, bool programmatic_launch=False, Tensor? sinks=None, "
-            "float softcap=0.0, Tensor? slopes=None) -> Tensor"
+            "float softcap=0.0, Tensor? slopes=None, Tensor? biases=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

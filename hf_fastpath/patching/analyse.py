@@ -41,7 +41,7 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
     known = structural.known_for(model, architectures())
     architecture, bindings, declined = _modules(model, options, known, no_kernels)
     reason = _loop_disabled(options)
-    if not compat.is_multimodal(model):  # whose step is recorded, whatever its modules are
+    if not (compat.is_multimodal(model) or compat.has_encoder(model)):  # else the step is recorded in any case
         reason = reason or _partial_reason(declined)
     family: Family | None = None
     whole: structure.ModelPart | None = None
@@ -51,7 +51,8 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
         reason = _whole_reason(model, whole)
         if whole is not None and whole.is_recorded and reason is not None:
             family = whole = None
-        if whole is not None and whole.is_multimodal:  # stock code reads its prompts, and the loop all else
+        if whole is not None and (whole.is_multimodal or whole.has_encoder):
+            # stock code reads its prompts, and the loop all else
             architecture, bindings, declined = None, [], []
     if whole is not None and reason is None and not whole.is_recorded:
         head = parts.HeadPart(whole.architecture, whole.head)
@@ -213,11 +214,11 @@ def _family(
     model: nn.Module, known: tuple[Architecture, ...], bindings: list[Binding], declined: list[Declined]
 ) -> Family | None:
     """Return the family of a whole model: its architecture; or the recorder if no module is of any architecture, or if
-    the model reads images or sound as well."""
+    the model reads images or sound as well, or has an encoder."""
     described = next((each for each in known if structure.model_part(each, model) is not None), None)
     if described is not None and not os.environ.get(RECORD):
         return structure.Described(described)
-    if compat.is_multimodal(model):
+    if compat.is_multimodal(model) or compat.has_encoder(model):
         return Recorded(model)
     if described is None and (bindings or declined):
         return None

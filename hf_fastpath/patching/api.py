@@ -45,8 +45,8 @@ def patch(
     stock code and is counted with a reason (``report(model)``).
 
     Args:
-        model: a transformers causal LM on the CPU or a CUDA device, also one that reads images or sound; or a wrapper
-            of one (PEFT, DDP, ``torch.compile``), of which the model inside is patched.
+        model: a transformers causal LM on the CPU or a CUDA device, also one that reads images or sound, or an
+            encoder-decoder; or a wrapper of one (PEFT, DDP, ``torch.compile``), of which the model inside is patched.
         kv_dtype: storage type of the KV cache: ``"auto"`` (the model's own), float32, float16 or bfloat16; or
             ``"int8"`` or ``"fp8"`` (e4m3) with a scale for every head and token.
         weights: None for the model's own, or a format to quantize the decoder layers' weights to, layer by layer:
@@ -200,6 +200,9 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
             state.huge_page_bytes = huge_pages.move_into(
                 [*model.parameters(), *(each.packed.quants for each in ledger.replaced)]
             )
+    if plan.recorded is not None and plan.loop_reason is None:
+        state.plans.reason_of(plan.recorded.first)  # the first call need not record the step again
+        plan.recorded.first = None
     if not quiet:
         print(report(model))
 

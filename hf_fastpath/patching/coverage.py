@@ -110,8 +110,6 @@ def _kind(model: nn.Module) -> str | None:
     name, config = _named(model), getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return f"{name} is no transformers model"
-    if getattr(config, "is_encoder_decoder", False):
-        return f"{name} is an encoder-decoder, and decoders alone are made fast"
     if not compat.can_generate(model):
         return f"{name} is an encoder, or another model that generates no tokens"
     listed = {(architecture.module, architecture.causal_lm) for architecture in architectures()}

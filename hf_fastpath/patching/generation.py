@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from .. import compat
+from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..cache.fastpath_cache import FastpathCache
-from ..decode import assisted, calls, loop
+from ..decode import assisted, beams, loop
 from ..decode.patched import STATE_KEY
 from ..reasons import Cause
 from .state import PatchState
@@ -18,7 +19,7 @@ from .state import PatchState
 LOOPS: dict[str, Callable[..., Any]] = {
     "_sample": loop.sample,
     "_assisted_decoding": assisted.decode,
-    "_beam_search": calls.run_stock,
+    "_beam_search": beams.search,
 }
 
 
@@ -30,21 +31,28 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     if state is None or not state.enabled:  # the state is None if another thread has just unpatched the model
         return result
     state.stats.new_call()
-    ours = compat.is_sample_mode(generation_mode) or (compat.is_assisted_mode(generation_mode) and state.generates)
-    if not ours:
+    part = state.plans.part_of(self) if state.loop_reason is None else None
+    has_encoder = part is not None and part.has_encoder
+    by_plans = compat.is_sample_mode(generation_mode) or (has_encoder and compat.is_beam_mode(generation_mode))
+    if not (by_plans or (compat.is_assisted_mode(generation_mode) and state.generates)):
         state.fall_back(
             state.loop_reason or Cause("generation_mode", str(getattr(generation_mode, "value", generation_mode)))
         )
-    made = model_kwargs.get(compat.CACHE)
+    whole = model_kwargs.get(compat.CACHE)
+    made = compat.text_cache(whole)
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
-    if plain and not users_own and _takes_our_cache(self, state):
+    if plain and not users_own and _takes_our_cache(self, state) and (by_plans or not has_encoder):
+        is_text_alone = made is whole
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
         made.is_dropped = not generation_config.return_dict_in_generate
-        model_kwargs[compat.CACHE] = made
+        if part is not None:
+            del made.layers[len(part.kinds) :]  # a config may tell of more layers than its decoder has
+        model_kwargs[compat.CACHE] = (
+            made if is_text_alone else FastpathEncoderDecoderCache(made, whole.cross_attention_cache)
+        )
     if isinstance(made, FastpathCache):
         if not generation_config.is_assistant:  # an assistant is asked for a few tokens at a time
             made.expect(generation_config.max_length)
-        part = state.plans.part_of(self) if state.loop_reason is None else None
         if part is not None and part.is_cast_down:
             state.stats.note("autocast_left_out")
         if made.page_counts is not None:

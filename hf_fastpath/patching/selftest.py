@@ -55,6 +55,20 @@ _TWIN = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+#: sizes of an encoder-decoder's twin besides
+_ENCODER_DECODER = {
+    **dict.fromkeys(("d_model", "d_embed", "embed_dim"), 64),
+    **dict.fromkeys(("d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 96),
+    "d_kv": 32,
+    **dict.fromkeys(("encoder_attention_heads", "num_encoder_attention_heads", "encoder_num_attention_heads"), 2),
+    **dict.fromkeys(("decoder_attention_heads", "num_decoder_attention_heads", "decoder_num_attention_heads"), 2),
+    **dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads"), 2),
+    **dict.fromkeys(("encoder_layers", "num_encoder_layers", "encoder_num_hidden_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_layers"), 2),
+    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
+}
+#: places of a random output of an encoder
+_ENCODED = 24
 #: most that further sizes of the twin may be
 _AT_MOST = {
     size: names.split()
@@ -66,7 +80,7 @@ _AT_MOST = {
         (16, "hidden_size_per_layer_input laurel_rank linear_head_dim linear_key_head_dim linear_value_head_dim"),
         (8, "state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank"),
         (4, "linear_num_value_heads n_routed_experts"),
-        (2, "n_groups mamba_n_groups mamba_ngroups linear_num_key_heads linear_num_heads"),
+        (2, "n_groups mamba_n_groups mamba_ngroups linear_num_key_heads linear_num_heads decoder_sparse_step"),
     )
 }
 #: lists with an entry for every layer
@@ -118,7 +132,11 @@ def check(plan: PatchPlan) -> None:
 def _twin(model: nn.Module) -> nn.Module:
     if compat.is_multimodal(model):
         return multimodal_twin(model, twin_config)
-    return type(model)(twin_config(model.config))
+    config = twin_config(model.config)
+    if compat.has_encoder(model):
+        for name, inside in compat.configs_inside(config).items():
+            setattr(config, name, twin_config(inside))
+    return type(model)(config)
 
 
 def twin_config(config):
@@ -132,7 +150,8 @@ def twin_config(config):
     config_before = copy.deepcopy(small)
     kept = _cut_stacks(small) or _cut_layers(small)
     known = vars(small).keys() | getattr(small, "attribute_map", {}).keys()
-    entries = [(name, value, None) for name, value in _TWIN.items()]
+    sizes = _TWIN | (_ENCODER_DECODER if vars(small).get("is_encoder_decoder") else {})
+    entries = [(name, value, None) for name, value in sizes.items()]
     entries += [(name, size, size) for size, names in _AT_MOST.items() for name in names]
     for name, value, most in (*entries, ("num_hidden_layers", len(kept), None)):
         is_derived = isinstance(getattr(type(small), name, None), property)
@@ -219,7 +238,8 @@ def _device(model: nn.Module) -> torch.device:
 
 def _key(model: nn.Module) -> tuple:
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    kinds = (type(model), type(compat.text_decoder(model))) if compat.is_multimodal(model) else (type(model),)
+    has_decoder = compat.is_multimodal(model) or compat.has_encoder(model)
+    kinds = (type(model), type(compat.text_decoder(model))) if has_decoder else (type(model),)
     return *kinds, transformers_version(), _device(model).type, dtype
 
 
@@ -238,7 +258,10 @@ def _difference(
     apply(plan, state)
     try:
         if plan.is_recorded:  # its experts and routers may not run in float64, which compare() needs
-            tokens = different_tokens(twin, prompt, _NEW_TOKENS)
+            encoded = None
+            if compat.has_encoder(twin):
+                encoded = torch.randn(1, _ENCODED, compat.encoder_width(twin)).to(prompt.device)
+            tokens = different_tokens(twin, prompt, _NEW_TOKENS, encoded)
             part = state.plans.part_of(twin.to(dtype)) if tokens is None else None
             return tokens, 0.0 if part is None else proof.difference(part, state.plans)
         result = compare(twin, prompt, _NEW_TOKENS)

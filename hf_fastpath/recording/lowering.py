@@ -129,7 +129,9 @@ class Lowering:
         self._pending[layer] = k, v
         return None
 
-    def _attend(self, call: Call, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None) -> Any:
+    def _attend(
+        self, call: Call, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None
+    ) -> Any:
         fact = self._recording.fact(call.arguments["q"])
         batch, heads, query_len, head_dim = fact.shape
         queries: Any
@@ -142,7 +144,14 @@ class Lowering:
             )
         else:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
-        return self.attention(queries, layer, scale, window, softcap, sinks, slopes)
+        return self.attention(queries, layer, scale, window, softcap, sinks, slopes, bias)
+
+    def _attend_encoded(self, call: Call, q, k, v, layer, scale, softcap=0.0) -> Any:
+        at, places = self._at, self._at.encoded
+        return self._emit(
+            ops.decode_attention.overload, q=q, cache=places.caches[layer], seq_lens=places.ends, starts=places.starts,
+            scale=scale, softcap=softcap, workspace=at.workspace, programmatic_launch=at.programmatic_launch,
+        )  # fmt: skip
 
     def _latent_attend(
         self, call: Call, q, states, layer, scale, window, weight, cos=None, sin=None, rotation=Rotation.HALVES
@@ -200,13 +209,13 @@ class Lowering:
         return self._at.staging.of(self._attentions[layer])
 
     def attention(
-        self, queries: Any, layer: int, scale: float, window: int, softcap: float, sinks: Any, slopes: Any
+        self, queries: Any, layer: int, scale: float, window: int, softcap: float, sinks: Any, slopes: Any, bias: Any
     ) -> Any:
         at = self._at
         how = dict(
             cache=at.placed(self._caches[layer], layer), seq_lens=at.seq_lens, starts=self._starts(window), scale=scale,
             window=int(window), workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
-            softcap=softcap, slopes=slopes,
+            softcap=softcap, slopes=slopes, biases=bias,
         )  # fmt: skip
         if at.staging is None:
             return self._emit(ops.decode_attention.overload, q=queries, **how)
@@ -335,6 +344,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.normed: Lowering._normed,
     marks.append: Lowering._append,
     marks.attend: Lowering._attend,
+    marks.attend_encoded: Lowering._attend_encoded,
     marks.latent_attend: Lowering._latent_attend,
     marks.gated: Lowering._gated,
     marks.angles: Lowering._angles,

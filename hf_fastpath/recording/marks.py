@@ -104,13 +104,24 @@ def append(k, v, layer):
     raise NotImplementedError("keys and values are appended by an op over a cache alone")
 
 
-def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None):
+def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None):
     """Return attention [batch, query_len, num_heads, head_dim] of q [batch, num_heads, query_len, head_dim] over
     ``states``, which :func:`append` gave.
 
-    ``slopes`` [num_heads] are added to a score once for each position that a key is further on (ALiBi).
+    ``slopes`` [num_heads] are added to a score once for each position that a key is further on (ALiBi). ``bias``
+    [num_heads, distances] is added to scores by how far a key is behind, see ``passes.position_bias``.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
+
+
+def attend_encoded(q, k, v, layer, scale, softcap=0.0):
+    """Return attention of q, and as it, [batch, query_len, num_heads, head_dim], over what an encoder has read: k and v
+    [batch, num_kv_heads, length, head_dim] of a ``layer`` of the decoder."""
+    q, group = q.transpose(1, 2), q.shape[2] // k.shape[1]
+    k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+    scores = scale * q @ k.transpose(-1, -2)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
 def latent_attend(q, states, layer, scale, window, weight, cos=None, sin=None, rotation=Rotation.HALVES):
@@ -168,8 +179,8 @@ def angles(tables, formula, dtype, pairs):
     raise NotImplementedError("angles are emitted as one call")
 
 
-def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, num_heads,
-                      num_kv_heads, head_dim, head_norms=None, factor=None):  # fmt: skip
+def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, bias,
+                      num_heads, num_kv_heads, head_dim, head_norms=None, factor=None):  # fmt: skip
     """Normalize and rotate queries and keys, then :func:`append` and :func:`attend`.
 
     ``sources`` are queries, keys and values [batch, query_len, features] each, or one tensor with all of them; if
@@ -180,12 +191,14 @@ def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, s
 
 
 def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, scale, window, softcap, sinks,
-                        slopes, num_heads, num_kv_heads, head_dim, head_norms=None, factor=None,
+                        slopes, bias, num_heads, num_kv_heads, head_dim, head_norms=None, factor=None,
                         norm=None):  # fmt: skip
     """Project ``x``, and return :func:`rotated_attention` of the projections."""
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
+#: attention, before passes have made one call of it and of what is around it
+OVER_CACHES = (attend, attend_encoded, latent_attend)
 #: marks that write to memory outside of a list
 EFFECTS = (append, short_convolution, gated_delta_step, selective_state_step)
 #: marks whose ops take columns of a projection where they lie

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import compat
+from ..decode.encoded import EncodedPlaces
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
-from ..decode.named_calls import Call, Emit, Register
+from ..decode.named_calls import Emit
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program
@@ -24,18 +24,14 @@ from ..reasons import Cause
 from ..registry import PLAIN_TENSORS
 from . import marks
 from .arguments import described, why_it_matters
+from .layers import RecordedAttention, RecordedLayer, attention_of
 from .lowering import Lowering
 from .passes import passed
-from .passes.attention import positional
-from .passes.showing import at_position
-from .probing import evaluate
+from .position_tables import PositionTable, position_tables
 from .proof import reason_against
-from .recording import Recording, Unrecordable, behind
+from .recording import BiasTable, Recording, Unrecordable
 from .skeleton import Skeleton
 from .step import record
-
-_aten = torch.ops.aten
-
 
 #: what a report shows in place of an architecture's name
 RECORDED = "recorded"
@@ -48,6 +44,7 @@ class Recorded:
         name: ``"recorded"``.
         module: transformers module of the model's class.
         twins_difference: difference from stock's logits that a small twin showed, see :mod:`.proof`.
+        first: the model when it was looked at first, with the step that was recorded then; None once that is taken.
     """
 
     name, like = RECORDED, None
@@ -55,42 +52,16 @@ class Recorded:
     def __init__(self, model: nn.Module):
         self.module = type(model).__module__
         self.twins_difference = 0.0
+        self.first: RecordedPart | None = None
 
     def model_part(self, model: nn.Module) -> RecordedPart | None:
         """Return ``model`` as it is now."""
-        return RecordedPart(self, model)
+        made = RecordedPart(self, model)
+        self.first = self.first or made
+        return made
 
     def __deepcopy__(self, memo: dict) -> Recorded:
         return self
-
-
-@dataclass(frozen=True)
-class RecordedAttention:
-    """What a plan asks of a layer's attention.
-
-    Attributes:
-        cache_shape: KV heads, and elements of a head.
-        num_heads, head_dim: number of the queries' heads, and elements of a head.
-        value_dim: if the cache holds a latent, elements of the turned keys, which it holds as values; else None.
-    """
-
-    cache_shape: tuple[int, int]
-    num_heads: int
-    head_dim: int
-    value_dim: int | None = None
-
-    @property
-    def value_shape(self) -> tuple[int, int]:
-        """Return the number of KV heads, and of elements of a value."""
-        return self.cache_shape[0], self.value_dim or self.cache_shape[1]
-
-
-@dataclass(frozen=True)
-class RecordedLayer:
-    """A layer of the cache, and the attention that reads its keys and values; None if the layer holds none."""
-
-    attention: RecordedAttention | None
-    window: int | None
 
 
 class RecordedPart:
@@ -100,7 +71,7 @@ class RecordedPart:
         architecture: see :class:`Recorded`.
         module: the model.
         is_multimodal: whether the model reads images or sound as well.
-        kinds: what each layer of the cache holds; empty if a layer holds something that plans know nothing of.
+        has_encoder: whether the model's decoder attends to what an encoder has read.
         verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until these ran.
     """
 
@@ -113,10 +84,11 @@ class RecordedPart:
     def __init__(self, architecture: Recorded, module: nn.Module):
         self.architecture, self.module = architecture, module
         self.is_multimodal = compat.is_multimodal(module)
-        self.kinds = tuple(compat.layer_kinds(module.config) or ())
+        self.has_encoder = compat.has_encoder(module)
         self._recordings: dict[tuple[int, int], Recording] = {}
         self.verdict: tuple[Cause | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
+        self._passes_mask_on = False  # True once the decoder was seen to be given the mask that the model is given
         self._moment = object()  # of no other part, as an id may be once this one is gone
 
     # ---- recordings -------------------------------------------------------------------------------------------
@@ -135,6 +107,14 @@ class RecordedPart:
         if key not in self._recordings:
             self._recordings[key] = passed(record(self._skeleton, batch, query_len), self.module)
         return self._recordings[key]
+
+    @functools.cached_property
+    def kinds(self) -> tuple[compat.LayerKind, ...]:
+        """Return what each layer of the cache holds; nothing if a layer holds something that plans know nothing of."""
+        kinds = tuple(compat.layer_kinds(self.module.config) or ())
+        if self.has_encoder and kinds and self.shape_reason(1, 1) is None:
+            return kinds[: len(self.recording(1, 1).windows)]
+        return kinds
 
     @functools.cached_property
     def layers(self) -> list[RecordedLayer]:
@@ -156,6 +136,10 @@ class RecordedPart:
         recording = self.recording(batch, 1)
         return [[recording.fact(each) for each in states] for states in recording.states]
 
+    def biases(self, batch: int) -> list[BiasTable]:
+        """Return the tables of what is added to scores of ``batch`` sequences, which a plan fills when it begins."""
+        return self.recording(batch, 1).biases
+
     def record(
         self,
         emit: Emit,
@@ -163,13 +147,17 @@ class RecordedPart:
         positions: torch.Tensor,
         caches: list[KVCache],
         states: list[list[torch.Tensor]],
+        biases: list[torch.Tensor],
         at: Positions,
     ) -> Any:
         """Emit the step; return what stands for the logits [batch, query_len, vocab_size]."""
         recording = self.recording(*tokens.shape)
-        given = {recording.tokens.index: tokens, recording.positions.index: positions}
+        given = {each.register.index: table for each, table in zip(recording.biases, biases, strict=True)}
+        given |= {recording.tokens.index: tokens, recording.positions.index: positions}
         for registers, tensors in zip(recording.states, states):
             given |= {register.index: tensor for register, tensor in zip(registers, tensors, strict=True)}
+        if at.encoded is not None and len(at.encoded.caches) != len(recording.encoded):
+            raise Unrecordable("layers that keep nothing of what the encoder has read")
         return Lowering(recording, emit, given, caches, at, [layer.attention for layer in self.layers]).run()
 
     # ---- roles ------------------------------------------------------------------------------------------------
@@ -188,6 +176,14 @@ class RecordedPart:
     def attentions(self) -> list[RecordedAttention]:
         """Return the attention of each layer that has one."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    @property
+    def query_heads(self) -> set[tuple[int, int]]:
+        """Return the number of query heads and the elements of a head, of every attention."""
+        recording = self.recording(1, 1)
+        queries = [each.arguments["q"] for each in recording.calls if each.op is marks.attend_encoded]
+        found = {(heads, dim) for *_, heads, dim in (recording.fact(each).shape for each in queries)}
+        return found | {(attention.num_heads, attention.head_dim) for attention in self.attentions}
 
     @property
     def max_batch(self) -> int:
@@ -212,7 +208,7 @@ class RecordedPart:
 
     @property
     def embedding(self) -> nn.Module:
-        return self.module.get_input_embeddings()
+        return compat.text_embedding(self.module)
 
     @property
     def head(self) -> nn.Module:
@@ -230,21 +226,18 @@ class RecordedPart:
         return compat.takes_positions(self.module)
 
     @functools.cached_property
+    def _position_tables(self) -> list[PositionTable]:
+        return sorted(position_tables(self.recording(1, 1)))
+
+    @property
     def learned_positions(self) -> tuple[int, int] | None:
         """Return how many positions the model has learned, and the row of the first; None if it knows any position."""
-        recording = self.recording(1, 1)
-        at_positions, found = positional(recording), []
-        for call in recording.calls:
-            if (looked_up := _looked_up(call)) is not None and looked_up[1].index in at_positions:
-                table, register = looked_up
-                made, count = behind(recording.calls, register), table.shape[0]
-                first, second, last = (
-                    int(evaluate(made, at_position(recording, position))[register.index].flatten()[0])
-                    for position in (0, 1, count)
-                )
-                if first != second and last >= count:
-                    found.append((count - first, first))
-        return min(found, default=None)
+        return next(((each.count, each.first) for each in self._position_tables if each.is_learned), None)
+
+    @property
+    def computed_positions(self) -> int | None:
+        """Return of how many positions the model has computed a table, which its own code may make longer; or None."""
+        return next((each.count for each in self._position_tables if not each.is_learned), None)
 
     def fingerprint(self) -> tuple:
         """Return what a decode plan bakes in of the model: all that the recordings hold, as a part is of one moment."""
@@ -299,6 +292,23 @@ class RecordedPart:
             self._arguments[key] = None if reason is None else Cause("unsupported_input", what, self.module)
         return self._arguments[key]
 
+    def mask_over_encoded(self, arguments: dict[str, Any]) -> torch.Tensor | None:
+        """Return the mask over the encoder's output, [batch, length], that the decoder is given; None for none.
+
+        Args:
+            arguments: of the model's forward.
+
+        Raises:
+            ValueError: the decoder's arguments do not tell.
+        """
+        given = arguments.get("attention_mask")
+        if not self._passes_mask_on:
+            with self._skeleton.lock:
+                found = compat.seen_by_decoder(self._skeleton.copy, arguments)
+            self._passes_mask_on = found is given
+            return found
+        return given
+
     def outer_reason(self) -> str | None:
         """Return why calling the model is more than its class's forward, or None."""
         return model_code_reason(self.module, self.architecture.module)
@@ -336,42 +346,15 @@ class RecordedPart:
         except Exception as error:  # nobody has tried this code, nor the passes over it: anything may be raised
             return self._not_recorded(error)
         by_kernels = [each for each in attentions if each.value_dim is None]
-        odd = next((each for each in by_kernels if not takes_head_dim(each.head_dim)), None)
+        sizes = {each.head_dim for each in by_kernels}
+        sizes |= {self.recording(1, 1).fact(each.k).shape[3] for each in self.recording(1, 1).encoded}
+        odd = next((size for size in sizes if not takes_head_dim(size)), None)
         if odd is not None:
-            return Cause("unsupported_head_dim", f"head_dim={odd.head_dim}", self.module)
+            return Cause("unsupported_head_dim", f"head_dim={odd}", self.module)
         narrow = next((w for w in self.windows if w is not None and w < compat.MIN_WINDOW), None)
         if narrow is not None:
             return Cause("unsupported_config", f"sliding_window={narrow}", self.module)
         return None
-
-
-def _looked_up(call: Call) -> tuple[torch.Tensor, Register] | None:
-    """Return a table and the register of the rows that a call takes of it, or None if it takes none."""
-    if call.op is _aten.embedding.default:
-        table, rows = call.arguments["weight"], call.arguments["indices"]
-    elif call.op is _aten.index.Tensor and len(call.arguments["indices"]) == 1:
-        table, (rows,) = call.arguments["self"], call.arguments["indices"]
-    else:
-        return None
-    return (table, rows) if isinstance(table, torch.Tensor) and isinstance(rows, Register) else None
-
-
-def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -> RecordedAttention | None:
-    """Return how a call reads a layer of the cache, or None if it reads none."""
-    if call.op in (marks.rotated_attention, marks.projected_attention):
-        given = call.arguments
-        shape = given["num_kv_heads"], given["head_dim"]
-        return RecordedAttention(shape, given["num_heads"], shape[1])
-    if call.op not in (marks.attend, marks.latent_attend):
-        return None
-    states = producers[call.arguments["states"].index]
-    heads, _, head_dim = recording.fact(states.arguments["k"]).shape[1:]
-    values, queries = (recording.fact(each).shape for each in (states.arguments["v"], call.arguments["q"]))
-    if call.op is marks.latent_attend:
-        return RecordedAttention((heads, head_dim), queries[1], head_dim, values[-1])
-    if values[-1] != head_dim:
-        raise Unrecordable("keys and values of different sizes")
-    return RecordedAttention((heads, head_dim), queries[1], head_dim)
 
 
 def _dry_run(part: RecordedPart) -> None:
@@ -383,5 +366,8 @@ def _dry_run(part: RecordedPart) -> None:
     program = Program()
     caches = [KVCache(program.register(), program.register()) for _ in part.kinds]
     at = Positions({}, program.register(), program.register())
+    if part.has_encoder:
+        at.encoded = EncodedPlaces(program, len(part.kinds), 1, torch.device("cpu"))
     shape = torch.zeros(1, 1, dtype=torch.long)
-    part.record(program.emit, shape, shape, caches, part.states(1), at)
+    biases = [each.memory(shape.device) for each in part.biases(1)]
+    part.record(program.emit, shape, shape, caches, part.states(1), biases, at)

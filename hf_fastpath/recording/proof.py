@@ -9,6 +9,7 @@ import torch
 
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
+from ..decode.encoded import Encoded, Seen
 from ..decode.plan_cache import PlanCache
 from ..reasons import Cause
 
@@ -20,12 +21,15 @@ _TIMES = 3.0
 _MOST = 0.25
 #: layers of the twin, and features of its embeddings
 _TWINS_LAYERS, _TWINS_WIDTH = 2, 64
+#: places of an encoder's output that is random, too
+_ENCODED = 12
 #: roundings of a logit's size that say nothing, however few the twin showed
 _ROUNDINGS = 4
 
 
 def difference(part: Any, plans: PlanCache) -> float:
-    """Return mean|ours - stock| of logits over mean|stock|, of random tokens; of a model with experts the smallest of a
+    """Return mean|ours - stock| of logits over mean|stock|, of random tokens and, if the model has an encoder, behind a
+    random output of it; of a model with experts the smallest of a
     few steps, since a router may choose otherwise between two experts whose scores are equal but for rounding."""
     model, device = part.module, part.embedding.weight.device
     generator = torch.Generator().manual_seed(0)
@@ -33,14 +37,22 @@ def difference(part: Any, plans: PlanCache) -> float:
     found = []
     with torch.no_grad():
         cache = FastpathCache(model.config)
-        compat.forward_over(model, tokens[:, :_PROMPT], cache)
-        stock_cache = copy.deepcopy(cache)
+        del cache.layers[len(part.kinds) :]
+        whole, output, read = cache, None, None
+        if part.has_encoder:
+            whole = compat.over_encoder(cache)
+            shape = 1, _ENCODED, compat.encoder_width(model)
+            output = torch.randn(shape, generator=generator, device="cpu").to(device, part.embedding.weight.dtype)
+        compat.forward_over(model, tokens[:, :_PROMPT], whole, output)
+        stock_cache = copy.deepcopy(whole)
         plan = plans.decode_plan(part, 1, cache)
         try:
-            plan.begin(cache, torch.tensor([_PROMPT], device=device), None)
+            if output is not None:
+                read = Encoded.of(whole, Seen.all_of(_ENCODED, 1, device))
+            plan.begin(cache, torch.tensor([_PROMPT], device=device), None, encoded=read)
             for place in range(_PROMPT, _PROMPT + _STEPS):
                 ours = plan.step(tokens[:, place]).float()
-                stock = compat.forward_over(model, tokens[:, place : place + 1], stock_cache)[:, -1].float()
+                stock = compat.forward_over(model, tokens[:, place : place + 1], stock_cache, output)[:, -1].float()
                 found.append(float((ours - stock).abs().mean() / stock.abs().mean().clamp_min(1e-30)))
         finally:
             plan.end()

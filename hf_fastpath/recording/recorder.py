@@ -16,7 +16,7 @@ from ..decode.named_calls import Call, Register
 from . import marks
 from .latent import Expansion
 from .probing import evaluate
-from .recording import Span, Unrecordable, behind
+from .recording import EncodedLayer, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
 
 _aten = torch.ops.aten
@@ -36,6 +36,7 @@ class Recorder:
         self.facts: dict[int, torch.Tensor] = {}
         self.spans: list[Span] = []
         self.masks: dict[int, Callable[..., Any]] = {}  # register of a mask -> its function
+        self.masks_over_encoded: set[int] = set()  # registers of those over what an encoder has read
         self.expansions: dict[tuple[int, int], Expansion] = {}  # ids of keys and values that were made of a latent
         self.mutated: set[int] = set()
         self.silent = 0
@@ -46,6 +47,7 @@ class Recorder:
         self._storages: dict[int, list[int]] = {}
         self._written: set[int] = set()  # storages that calls write to
         self._states: dict[tuple[int, ...], tuple[Register, int]] = {}  # registers of keys, values -> of both, layer
+        self._encoded: dict[tuple[int, ...], int] = {}  # the same of what an encoder has read -> layer
         self._paths = {id(module): path for path, module in skeleton.copy.named_modules()}
 
     # ---- values -----------------------------------------------------------------------------------------------
@@ -70,6 +72,12 @@ class Recorder:
         """Return a register for a state, which calls of the step read and write in place."""
         self._written.add(tensor.untyped_storage()._cdata)
         return self.given(tensor)
+
+    def encoded(self, k: torch.Tensor, v: torch.Tensor) -> EncodedLayer:
+        """Return registers for what the next layer of the decoder attends to of what an encoder has read."""
+        made = EncodedLayer(self.given(k), self.given(v))
+        self._encoded[made.k.index, made.v.index] = len(self._encoded)
+        return made
 
     def value(self, thing: Any) -> Any:
         """Return an argument as calls hold it: registers and the model's tensors instead of tensors without data."""
@@ -153,6 +161,10 @@ class Recorder:
         """Note attention; the signature is that of transformers' attention functions."""
         if self.is_rehearsing:
             return query.new_empty(*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]), None
+        layer = self._encoded.get(self._indices((key, value)))
+        if layer is not None:
+            self._check_encoded(attention_mask, others, s_aux)
+            return self._attend_encoded(query, key, value, layer, scaling, softcap), None
         found, expansion = self._states.get(self._indices((key, value))), None
         if found is None:
             expansion = self.expansions.get((id(key), id(value)))
@@ -163,9 +175,8 @@ class Recorder:
         window = self.mask_of(attention_mask)
         if not getattr(module, "is_causal", True) and query.shape[2] > 1:  # one token sees all in any case
             raise Unrecordable("attention that is not causal")
-        strange = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]
-        if strange:
-            raise Unrecordable(f"attention with {strange[0]}")
+        bias = others.pop(POSITION_BIAS, None)
+        self._refuse_tensors(others)
         with self.quiet():
             batch, heads, query_len, head_dim = query.shape
             out = query.new_empty(batch, query_len, heads, value.shape[-1])
@@ -174,6 +185,8 @@ class Recorder:
             scale=float(head_dim**-0.5 if scaling is None else scaling), window=window,
             softcap=float(softcap or 0.0), sinks=s_aux,
         )  # fmt: skip
+        if bias is not None:
+            arguments["bias"] = bias
         if expansion is None:
             self.emit(marks.attend, arguments, out)
         elif arguments.pop("softcap") or arguments.pop("sinks") is not None:
@@ -181,6 +194,31 @@ class Recorder:
         else:
             self.emit(marks.latent_attend, arguments | {"weight": expansion.weight}, out)
         return out, None
+
+    def _refuse_tensors(self, others: dict[str, Any]) -> None:
+        strange = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]
+        if strange:
+            raise Unrecordable(f"attention with {strange[0]}")
+
+    def _check_encoded(self, mask: torch.Tensor | None, others: dict[str, Any], sinks: torch.Tensor | None) -> None:
+        """Refuse attention to what an encoder has read that is more than softmax."""
+        if (register := self.mask_of(mask)) is not None:
+            self.masks_over_encoded.add(register.index)
+        bias = others.get(POSITION_BIAS)
+        if bias is not None and not self._holds(bias, 0):
+            raise Unrecordable(f"attention with {POSITION_BIAS} to what the encoder has read")
+        self._refuse_tensors({name: value for name, value in others.items() if name != POSITION_BIAS})
+        if sinks is not None:
+            raise Unrecordable("attention with sinks to what the encoder has read")
+
+    def _attend_encoded(self, query, key, value, layer: int, scaling: float | None, softcap: float | None):
+        turned = query.transpose(1, 2)
+        with self.quiet():
+            out = query.new_empty(*turned.shape[:3], value.shape[-1])
+        scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        arguments = dict(q=turned, k=key, v=value, layer=layer, scale=scale, softcap=float(softcap or 0.0))
+        self.emit(marks.attend_encoded, arguments, out)
+        return out
 
     def expand(self, original: Callable[..., Any], latent: torch.Tensor, turned: torch.Tensor) -> Any:
         """Note how ``original``, a method of attention, makes keys and values of a latent and of turned keys."""
@@ -232,7 +270,7 @@ class Recorder:
         """Return a tensor that stands for a mask; the signature is that of transformers' mask functions."""
         if self.is_rehearsing:
             return torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device=self.skeleton.device)
-        if attention_mask is not None and not self._is_all_ones(attention_mask):
+        if attention_mask is not None and not self._holds(attention_mask, 1):
             raise Unrecordable("a mask with padding of the model's own")
         with self.quiet():
             made = torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device=self.skeleton.device)
@@ -240,16 +278,16 @@ class Recorder:
         self.masks[register.index] = mask_function
         return made
 
-    def _is_all_ones(self, mask: torch.Tensor) -> bool:
-        """Whether a mask is one that the model made for want of another."""
+    def _holds(self, tensor: torch.Tensor, number: int) -> bool:
+        """Whether a tensor is one that the model has filled with ``number``, 0 or 1."""
         producers = {call.out.index: call for call in self.calls}
-        register = self._registers.get(id(mask))
+        register = self._registers.get(id(tensor))
         call = None if register is None else producers.get(register.index)
         while call is not None and call.op is _aten._to_copy.default:
             call = producers.get(getattr(call.arguments["self"], "index", -1))
         if call is not None and call.op is _aten.full.default:
-            return call.arguments["fill_value"] == 1
-        return call is not None and call.op is _aten.ones.default
+            return call.arguments["fill_value"] == number
+        return call is not None and call.op is (_aten.zeros.default, _aten.ones.default)[number]
 
     def experts(self, module, hidden_states, top_k_index, top_k_weights):
         """Note experts; the signature is that of transformers' experts functions."""
@@ -263,6 +301,8 @@ class Recorder:
         return out
 
 
+#: argument of attention functions that is added to scores
+POSITION_BIAS = "position_bias"
 #: further arguments of attention functions, which the kernels take from elsewhere or never read
 _HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "input_ids"})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..decode.named_calls import Call, Register, by_name, read_by, registers_in
+from ..decode.named_calls import Call, Register, bound, by_name, read_by, registers_in
 from . import marks
 
 
@@ -32,6 +32,47 @@ class Span:
     calls: list[Call]
 
 
+@dataclass(frozen=True)
+class EncodedLayer:
+    """What a layer of a decoder has made of what an encoder has read.
+
+    Attributes:
+        k, v: registers of [batch, num_kv_heads, length, head_dim].
+    """
+
+    k: Register
+    v: Register
+
+
+@dataclass(frozen=True)
+class BiasTable:
+    """What is added to scores by how far a key is behind the query.
+
+    Attributes:
+        register: of float32 [num_heads, distances], see ``ops.decode_attention``.
+        calls: those that make the biases of one query at the end of the recorded text, of the model's tensors alone.
+        scores: register of these, [1 or batch, num_heads, 1, keys].
+        shape: num_heads, distances.
+    """
+
+    register: Register
+    calls: list[Call]
+    scores: Register
+    shape: tuple[int, int]
+
+    def memory(self, device: torch.device) -> torch.Tensor:
+        """Return memory for the table."""
+        return torch.zeros(self.shape, dtype=torch.float32, device=device)
+
+    def fill(self, table: torch.Tensor) -> None:
+        """Compute the biases into ``table``, as the model's tensors are now."""
+        values: dict[int, Any] = {}
+        for call in self.calls:
+            op, ordered = bound(call.op, {name: _replaced(each, values) for name, each in call.arguments.items()})
+            values[call.out.index] = op(*ordered)
+        table.copy_(values[self.scores.index][0, :, 0].flip(-1)[:, : table.shape[1]])
+
+
 @dataclass
 class Recording:
     """The calls of a step.
@@ -44,10 +85,15 @@ class Recording:
         logits: register of [batch, query_len, vocab_size].
         spans: the calls of each module without children.
         masks: register of an attention mask -> the window that it stands for, None for full causal attention.
+        open_masks: registers of masks that hide nothing.
         mutated: registers that a call writes to, or whose memory it shares.
         past: number of tokens that the cache said it holds.
         windows: sliding window of each of the cache's layers.
         states: registers of the states of each of the cache's layers; calls read and write these.
+        encoded: of each layer of a decoder behind an encoder, what it attends to; empty without an encoder.
+        biases: tables of what is added to scores.
+        encoder_output: register of the encoder's output itself, or None.
+        encoded_length: places of the encoder's output when the step was recorded; 0 without an encoder.
     """
 
     batch: int
@@ -59,10 +105,15 @@ class Recording:
     logits: Register
     spans: list[Span]
     masks: dict[int, int | None]
+    open_masks: frozenset[int] = frozenset()
     mutated: set[int] = field(default_factory=set)
     past: int = 0
     windows: tuple[int | None, ...] = ()
     states: list[list[Register]] = field(default_factory=list)
+    encoded: list[EncodedLayer] = field(default_factory=list)
+    biases: list[BiasTable] = field(default_factory=list)
+    encoder_output: Register | None = None
+    encoded_length: int = 0
 
     def register(self, like: torch.Tensor) -> Register:
         """Return a new register for a tensor of the shape and dtype of ``like``."""

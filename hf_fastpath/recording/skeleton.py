@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ class Skeleton:
         compat.ask_for_plain_functions(self.copy)
         self.takes_positions = compat.takes_positions(model)
         self.device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        self.lock = threading.RLock()  # of threads that run the copy
+
+    def encoder_output(self, batch: int, length: int) -> torch.Tensor:
+        """Return a tensor without data like what the model's encoder gives for ``length`` places."""
+        dtype = self.model.dtype
+        return torch.empty(batch, length, compat.encoder_width(self.model), dtype=dtype, device=self.device)
 
     def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
         made = self.mode.from_tensor(tensor.detach(), static_shapes=True)

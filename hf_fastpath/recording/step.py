@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sysconfig
 import traceback
@@ -16,11 +17,13 @@ from .. import compat
 from ..decode.named_calls import Norm, Register
 from . import marks, modes
 from .recorder import Recorder, recorder
-from .recording import Recording, Unrecordable
+from .recording import EncodedLayer, Recording, Unrecordable
 from .skeleton import Skeleton
 
 #: tokens of the forward that shows which states there are
 _REHEARSED = 3
+#: places of an encoder's output
+_ENCODED = 1009
 #: positions up to which a mask is compared with windows
 _MASK_POSITIONS = 4096
 
@@ -37,7 +40,8 @@ def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, 
     noting = Recorder(skeleton)
     token = recorder.set(noting)
     try:
-        return _record(noting, batch, query_len, arguments or {})
+        with skeleton.lock:
+            return _record(noting, batch, query_len, arguments or {})
     except Unrecordable as error:
         raise Unrecordable(f"{error}{_where(error)}") from None
     except Exception as error:
@@ -49,15 +53,26 @@ def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, 
 def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any]) -> Recording:
     skeleton = noting.skeleton
     cache = compat.RecordingCache(skeleton.copy.config, noting.append)
-    has_states = any(kind.states for kind in cache.kinds)
+    has_states, has_encoder = any(kind.states for kind in cache.kinds), compat.has_encoder(skeleton.copy)
     if has_states and query_len > 1:
         raise Unrecordable("several tokens at once, of which some could not be taken back from the states")
+    if has_encoder and query_len > 1:
+        raise Unrecordable("several tokens at once, over what an encoder has read")
     states: list[list[Register]] = [[] for _ in cache.kinds]
+    encoded: list[EncodedLayer] = []
+    encoder_output: Register | None = None
     with torch.inference_mode(False), torch.no_grad(), _without_logs(), skeleton.mode:
-        if has_states:
+        whole: Any = cache
+        if has_encoder:
+            whole = compat.over_encoder(cache)
+            given_output = compat.encoder_output(skeleton.encoder_output(batch, _ENCODED))
+            arguments = arguments | {"encoder_outputs": given_output}
+        if has_states or has_encoder:
             noting.is_rehearsing = True
-            _run(skeleton, torch.zeros(batch, _REHEARSED, dtype=torch.long, device=skeleton.device), None, cache, {})
+            few = torch.zeros(batch, _REHEARSED, dtype=torch.long, device=skeleton.device)
+            _run(skeleton, few, None, whole, arguments if has_encoder else {})
             noting.is_rehearsing = False
+        if has_states:
             states = [[noting.state(each) for each in found] for found in cache.states()]
             if not any(states):
                 raise Unrecordable("states that it keeps elsewhere than in the cache that it is given")
@@ -67,8 +82,12 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         for value in arguments.values():
             if isinstance(value, torch.Tensor):
                 noting.given(value)
+        if has_encoder:
+            encoder_output = noting.given(given_output.last_hidden_state)
+            encoded = [noting.encoded(*each) for each in _without_gaps(compat.encoded_states(whole))]
+            cache.keep(len(encoded))
         with modes.spans(noting), modes.Dispatch(noting), modes.Functions(noting):
-            logits = _run(skeleton, tokens, positions, cache, arguments)
+            logits = _run(skeleton, tokens, positions, whole, arguments)
     if tuple(logits.shape[:2]) != (batch, query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
     for call in noting.calls:
@@ -77,6 +96,10 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
                 call.arguments[name] = Norm(*value)
     for expansion in noting.expansions.values():
         expansion.check()
+    masks = noting.masks.items() if has_encoder else ()
+    open_masks = frozenset(index for index, function in masks if _sees_all(function))
+    if not noting.masks_over_encoded <= open_masks:
+        raise Unrecordable("a mask that hides some of what the encoder has read")
     windows: dict[int, int | None] = {}  # of masks that the kernels have
     sizes = sorted({kind.window for kind in cache.kinds if kind.window is not None})
     for index, function in noting.masks.items():
@@ -102,20 +125,41 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         logits=noting.value(logits),
         spans=noting.spans,
         masks=windows,
+        open_masks=open_masks,
         mutated=noting.mutated,
         past=noting.past,
         windows=tuple(kind.window for kind in cache.kinds),
-        states=states,
+        states=states[: len(cache.kinds)],
+        encoded=encoded,
+        encoder_output=encoder_output,
+        encoded_length=_ENCODED if has_encoder else 0,
     )
+
+
+def _without_gaps(found: list[tuple[torch.Tensor, torch.Tensor] | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the keys and values of what an encoder has read, of each layer of a decoder.
+
+    Raises:
+        Unrecordable: a layer has made none, or none has.
+    """
+    while found and found[-1] is None:  # the config tells of more layers than the decoder has
+        found = found[:-1]
+    if not found or None in found:
+        raise Unrecordable("layers that keep nothing of what the encoder has read")
+    known = [each for each in found if each is not None]
+    if any(k.shape != v.shape for k, v in known):
+        raise Unrecordable("keys and values of different sizes")
+    return known
 
 
 def _run(
     skeleton: Skeleton, tokens: torch.Tensor, positions: torch.Tensor | None, cache: Any, others: dict[str, Any]
 ) -> torch.Tensor:
     """Return the logits of the copy's forward over tensors without data."""
-    arguments = {"input_ids": tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache, **others}
+    name = functools.partial(compat.text_name, skeleton.copy)
+    arguments = {name("input_ids"): tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache, **others}
     if positions is not None and skeleton.takes_positions:
-        arguments["position_ids"] = positions
+        arguments[name("position_ids")] = positions
     return skeleton.copy(**arguments).logits
 
 
@@ -157,6 +201,12 @@ def _is_of_model(file: str) -> bool:
     is_pythons = file.startswith(sysconfig.get_path("stdlib")) and "/site-packages/" not in file
     is_shared = "/transformers/" in file and "/transformers/models/" not in file
     return not (is_pythons or is_shared or "/torch/" in file or "/hf_fastpath/" in file)
+
+
+def _sees_all(mask_function: Callable[..., Any]) -> bool:
+    """Whether a mask function lets tokens at any position see all keys."""
+    places = torch.arange(8)
+    return bool(compat.mask_sees(mask_function, places, places).all())
 
 
 def _window(mask_function: Callable[..., Any], sizes: list[int], past: int) -> int | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 
+import encoder_decoder_types
 import pytest
 import torch
 from models import CPU, assert_same_instances, build, instances, prompt, require_native
 from parity import assert_equal_generation
 from torch import nn
-from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+from transformers import BertConfig, BertModel
 
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError
@@ -21,8 +22,9 @@ def _bert():
     return BertModel(BertConfig(**sizes))
 
 
-def _t5():
-    return T5ForConditionalGeneration(T5Config(d_model=32, d_kv=16, num_heads=2, d_ff=64, num_layers=1, vocab_size=99))
+def _fsmt():
+    """An encoder-decoder that multiplies by keys which it views in its own way."""
+    return encoder_decoder_types.small_model("fsmt")
 
 
 def _strange_llama():
@@ -48,7 +50,7 @@ def _other_forwards():
 #: model that cannot be patched -> what the error's first line says, and one thing that the rest says
 UNSUPPORTED = {
     "encoder": (_bert, "BertModel (bert) is an encoder", "hf_fastpath info"),
-    "encoder-decoder": (_t5, "T5ForConditionalGeneration (t5) is an encoder-decoder", "hf_fastpath info"),
+    "encoder-decoder": (_fsmt, "FSMTForConditionalGeneration (fsmt): not_recorded", "it belongs to the model"),
     "module": (lambda: nn.Linear(4, 4), "Linear is no transformers model", "hf_fastpath info"),
     "subclass": (_strange_llama, "the recorded step of a small MyLlamaForCausalLM does not", "it belongs to the model"),
     "other forwards": (

@@ -77,9 +77,11 @@ def _flip_logits(monkeypatch) -> None:
 
 def _forget_padding(monkeypatch) -> None:
     real = DecodePlan.begin
-    monkeypatch.setattr(
-        DecodePlan, "begin", lambda self, cache, positions, starts, *rest: real(self, cache, positions, None, *rest)
-    )
+
+    def begin(self, cache, positions, starts, *rest, **named):
+        real(self, cache, positions, None, *rest, **named)
+
+    monkeypatch.setattr(DecodePlan, "begin", begin)
 
 
 def _other_greedy_tokens(monkeypatch) -> None:

@@ -196,13 +196,15 @@ class _Store:
         return [torch.cat((before, new), dim=2) for before, new in zip(past, (k, v))]
 
 
-def _attend(store, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None):
+def _attend(store, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None):
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in states)
     scores = q @ k.mT * scale
     scores = scores if not softcap else softcap * torch.tanh(scores / softcap)
     rows, columns = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], torch.arange(k.shape[2])
     if slopes is not None:
         scores = scores + slopes[:, None, None] * columns
+    if bias is not None:
+        scores = scores + bias[:, (rows - columns).clamp(0, bias.shape[1] - 1)]
     seen = (columns <= rows) if not window else (columns <= rows) & (columns > rows - window)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:

@@ -1,4 +1,4 @@
-"""Every causal-LM and every multimodal type: what is fast gives stock's tokens, what is not says why."""
+"""Every causal-LM, multimodal and encoder-decoder type: what is fast gives stock's tokens, what is not says why."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from . import (
     lengths,
     modules,
     own_attention,
+    position_bias,
     products,
     products_of_heads,
     scaled_experts,
@@ -30,6 +31,7 @@ from . import (
 Pass = Callable[[Recording, nn.Module], None]
 
 PASSES: tuple[Pass, ...] = (
+    position_bias.position_biases,
     lengths.positions_in_text,
     modules.module_formulas,
     experts.stacked_experts,
@@ -38,6 +40,7 @@ PASSES: tuple[Pass, ...] = (
     views.constants,
     views.constant_views,
     axes.writes_of_like_axes,
+    views.turned_back,
     views.no_change,
     products.products_from_the_left,
     products.matrix_products,

@@ -45,7 +45,7 @@ def _positional(recording: Recording, memory: Memory, others: set[int]) -> set[i
         read = read_by(call)
         tensors = [each for each in call.arguments.values() if isinstance(each, torch.Tensor)]
         learned = any(isinstance(each, nn.Parameter) for each in tensors)
-        writes = call.op in (marks.append, marks.attend, marks.latent_attend) or memory.of(call.out) in others
+        writes = call.op in (marks.append, *marks.OVER_CACHES) or memory.of(call.out) in others
         if all(each.index in found for each in read) and not learned and not writes:
             found.add(call.out.index)
     return found
@@ -71,7 +71,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
                 )
             turned = angles[place]
         arguments = {name: attend.arguments[name] for name in ("layer", "scale", "window", "softcap", "sinks")}
-        arguments["slopes"] = attend.arguments.get("slopes")
+        arguments |= {name: attend.arguments.get(name) for name in ("slopes", "bias")}
         q, k = recording.fact(attend.arguments["q"]), recording.fact(append.arguments["k"])
         arguments |= dict(
             sources=list(sources), grouped=layout == "grouped", cos=turned[0], sin=turned[1], pairs=pairs,
@@ -359,7 +359,7 @@ def _is_projection(recording: Recording, call: Call, users: dict) -> bool:
 
 def flat_attention(recording: Recording, model: nn.Module) -> None:
     """Pass: let attention give features side by side, as the projection behind it takes them."""
-    kinds = (marks.attend, marks.rotated_attention, marks.projected_attention)
+    kinds = (marks.attend, marks.attend_encoded, marks.rotated_attention, marks.projected_attention)
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         if call.op in kinds:

@@ -1,4 +1,4 @@
-"""Passes: what a model makes of the length of its cache."""
+"""Passes: what a model makes of the length of its cache, or of what an encoder has read."""
 
 from __future__ import annotations
 
@@ -10,30 +10,56 @@ from torch import nn
 
 from ...decode.named_calls import Call
 from .. import marks
-from ..recording import Recording, Unrecordable
+from ..recording import Recording, Unrecordable, read_by
 
 _aten = torch.ops.aten
 
+_INTEGERS = (torch.int32, torch.int64)
 _ATTENTION = (marks.attend, marks.latent_attend, marks.rotated_attention, marks.projected_attention)
 
 
 def positions_in_text(recording: Recording, model: nn.Module) -> None:
     """Pass: count places of the new tokens in every step, if the model counts these from the length of its cache."""
     past, count = recording.past, recording.query_len
+    instead: dict[int, list[Call]] = {}
     first = set()  # registers that hold 0, 1, ... for the new tokens
     for call in recording.calls:
         if call.op is _aten.arange.default and call.arguments["end"] == count:
             first.add(call.out.index)
-        elif call.op is _aten.add.Tensor and _adds(call, past):
-            is_first = getattr(call.arguments["self"], "index", -1) in first
-            if is_first and recording.fact(call.out).dtype == torch.int64:
+        elif call.op is _aten.add.Tensor and _adds(call, past) and recording.fact(call.out).dtype in _INTEGERS:
+            if getattr(call.arguments["self"], "index", -1) in first:
                 call.op, call.arguments = marks.text_positions, {"query_len": count}
+            elif count == 1:  # whatever it is, it is counted from the length of the cache
+                like = recording.fact(call.out).new_empty(1)
+                place = recording.call(marks.text_positions, like.long(), query_len=1)
+                made = [place, recording.call(_aten._to_copy.default, like, self=place.out, dtype=like.dtype)]
+                call.arguments = {"self": call.arguments["self"], "other": made[-1].out}
+                instead[id(call)] = [*made, call]
+        if _is_slice_of_positions(call, past, count):
+            like = recording.fact(call.out)
+            place = recording.call(marks.text_positions, like.new_empty(count), query_len=count)
+            instead[id(call)] = [
+                place,
+                Call(_aten.view.default, {"self": place.out, "size": list(like.shape)}, call.out),
+            ]
         if call.op not in (_aten.arange.start, _aten.arange.start_step):
             continue
         given = call.arguments
         if (given["start"], given["end"], given.get("step", 1)) == (past, past + count, 1):
             if given.get("dtype", torch.int64) in (None, torch.int64):
                 call.op, call.arguments = marks.text_positions, {"query_len": count}
+    recording.rewrite(instead, {})
+
+
+def _is_slice_of_positions(call: Call, past: int, count: int) -> bool:
+    """Whether a call takes the places of the new tokens out of one row of numbers 0, 1, ..."""
+    if call.op is not _aten.slice.Tensor or not isinstance(call.arguments["self"], torch.Tensor):
+        return False
+    row, given = call.arguments["self"], call.arguments
+    if row.dtype != torch.int64 or row.numel() != row.shape[-1] or given.get("dim", 0) % row.dim() != row.dim() - 1:
+        return False
+    is_here = (given.get("start"), given.get("end"), given.get("step", 1)) == (past, past + count, 1)
+    return is_here and (row.is_meta or torch.equal(row.flatten().cpu(), torch.arange(row.numel())))
 
 
 def _adds(call: Call, number: int) -> bool:
@@ -42,20 +68,37 @@ def _adds(call: Call, number: int) -> bool:
     return type(other) is int and other == number and call.arguments.get("alpha", 1) == 1
 
 
+def at_position(recording: Recording, position: int) -> dict[int, torch.Tensor]:
+    """Return what registers of positions hold at ``position``."""
+    shape = (recording.batch, recording.query_len)
+    counted = [call for call in recording.calls if call.op is marks.text_positions]
+    here = {call.out.index: torch.full(shape[1:], position) for call in counted}
+    return {recording.positions.index: torch.full(shape, position)} | here
+
+
 def check_lengths(recording: Recording) -> None:
     """Refuse a list with sizes that follow the length of the text.
 
     Raises:
-        Unrecordable: a call has such a size; the message names it.
+        Unrecordable: a call has such a size, or reads the encoder's output; the message names it.
     """
+    encoded = {register.index for each in recording.encoded for register in (each.k, each.v)}
     for call in recording.calls:
         if call.op not in _ATTENTION and follows_length(recording, call):
             raise Unrecordable(f"{call.name} with a size that follows the length of the text")
+        read = {register.index for register in read_by(call)}
+        if recording.encoder_output is not None and recording.encoder_output.index in read:
+            raise Unrecordable(f"{call.name} reads the encoder's output with every token")
+        if call.op is not marks.attend_encoded and read & encoded:
+            raise Unrecordable(f"{call.name} reads what the encoder has read outside of attention")
 
 
 def follows_length(recording: Recording, call: Call) -> bool:
-    """Whether a number that a call is given is the length that the text had when it was recorded."""
+    """Whether a number that a call is given is the length that the text, or the encoder's output, had when the step was
+    recorded."""
     lengths = {recording.past, recording.past + recording.query_len}
+    if recording.encoder_output is not None:
+        lengths.add(recording.encoded_length)
     return any(True for each in call.arguments.values() for _ in _numbers(each, lengths))
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,42 +31,84 @@ _OF_QUERIES = frozenset(
 
 
 def own_attention(recording: Recording, model: nn.Module) -> None:
-    """Pass: replace product, scale, bias, softmax and product over what the cache gives by attention over the cache."""
-    producers, users = recording.producers(), recording.users()
-    attended = {call.arguments["states"].index for call in recording.calls if call.op is marks.attend}
+    """Pass: replace product, scale, bias, softmax and product over what the cache gives, or over what an encoder has
+    read, by attention."""
+    producers = recording.producers()
     known: dict[Any, Any] = {}
     instead: dict[int, list[Call]] = {}
-    for append in recording.calls:
-        if append.op is not marks.append or append.out.index in attended:
-            continue
-        found = _region(recording, producers, users, append)
+    for held in (*_appended(recording), *_encoded(recording)):
+        found = _region(recording, producers, held)
         if found is None:
             continue
         calls, q, out = found
-        shapes = (tuple(recording.fact(each).shape) for each in (q, append.arguments["k"], append.arguments["v"]))
+        shapes = (tuple(recording.fact(each).shape) for each in (q, held.k, held.v))
         key = (*shapes, *((str(call.op), *_plain_numbers(call), *_contents(call)) for call in calls))
         if key not in known:
-            known[key] = _tried(recording, producers, calls, append, q, out)
+            known[key] = _tried(recording, calls, held, q, out)
         if known[key] is None:
             continue
         scale, slopes, seen, mask = known[key]
-        layer = append.arguments["layer"]
-        windows = [recording.masks.get(each) for each in mask] + [recording.windows[layer], seen]
-        if any(each not in recording.masks for each in mask):
+        if any(each not in (recording.open_masks if held.states is None else recording.masks) for each in mask):
+            continue
+        windows = [recording.masks.get(each) for each in mask] + [recording.windows[held.layer], seen]
+        if recording.query_len > 1 and any(isinstance(each, marks.Chunk) for each in windows):
+            continue
             continue
         if recording.query_len > 1 and any(isinstance(each, marks.Chunk) for each in windows):
             continue
         batch, heads, query_len, _ = recording.fact(q).shape
-        size = recording.fact(append.arguments["v"]).shape[-1]
-        like = recording.fact(q).new_empty(batch, query_len, heads, size)
-        attend = recording.call(
-            marks.attend, like, q=q, states=append.out, layer=layer, scale=scale,
-            window=min((w for w in windows if w is not None), default=0), softcap=0.0, sinks=None, slopes=slopes,
-        )  # fmt: skip
-        turned = recording.call(_aten.transpose.int, like.transpose(1, 2), self=attend.out, dim0=1, dim1=2)
+        like = recording.fact(q).new_empty(batch, query_len, heads, recording.fact(held.v).shape[-1])
+        if held.states is None:
+            if slopes is not None or seen is not None:
+                continue
+            rows = recording.call(_aten.transpose.int, recording.fact(q).transpose(1, 2), self=q, dim0=1, dim1=2)
+            given = dict(q=rows.out, k=held.k, v=held.v, layer=held.layer, scale=scale, softcap=0.0)
+            made = [rows, recording.call(marks.attend_encoded, like, **given)]
+        else:
+            window = min((w for w in windows if w is not None), default=0)
+            given = dict(q=q, states=held.states, layer=held.layer, scale=scale, window=window)
+            made = [recording.call(marks.attend, like, **given, softcap=0.0, sinks=None, slopes=slopes)]
+        turned = recording.call(_aten.transpose.int, like.transpose(1, 2), self=made[-1].out, dim0=1, dim1=2)
         view = Call(_aten.view.default, {"self": turned.out, "size": list(recording.fact(out.out).shape)}, out.out)
-        instead[id(out)] = [attend, turned, view]
+        instead[id(out)] = [*made, turned, view]
     recording.rewrite(instead, {})
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Keys and values that a model's own attention may be over.
+
+    Attributes:
+        k, v: registers of [batch, num_kv_heads, length, head_dim].
+        layer: of the decoder.
+        states: register of what the cache gave, both in one; None for what an encoder has read.
+    """
+
+    k: Register
+    v: Register
+    layer: int
+    states: Register | None = None
+
+
+def _appended(recording: Recording) -> Iterator[_Held]:
+    """Yield what the cache gives and no attention reads yet."""
+    attended = {call.arguments["states"].index for call in recording.calls if call.op is marks.attend}
+    users = recording.users()
+    for append in recording.calls:
+        if append.op is not marks.append or append.out.index in attended:
+            continue
+        items = [each for each in users.get(append.out.index, []) if each is not None and each.op is operator.getitem]
+        halves = [[each.out for each in items if each.arguments["b"] == place] for place in (0, 1)]
+        if all(len(each) == 1 for each in halves):
+            yield _Held(halves[0][0], halves[1][0], append.arguments["layer"], append.out)
+
+
+def _encoded(recording: Recording) -> Iterator[_Held]:
+    """Yield what an encoder has read and no attention reads yet."""
+    attended = {call.arguments["layer"] for call in recording.calls if call.op is marks.attend_encoded}
+    for layer, each in enumerate(recording.encoded):
+        if layer not in attended:
+            yield _Held(each.k, each.v, layer)
 
 
 def _plain_numbers(call: Call) -> list[float]:
@@ -81,14 +124,9 @@ def _contents(call: Call) -> list[bytes]:
 _Found = tuple[list[Call], Register, Call]
 
 
-def _region(recording: Recording, producers: dict, users: dict, append: Call) -> _Found | None:
+def _region(recording: Recording, producers: dict, held: _Held) -> _Found | None:
     """Return the calls of a model's own attention in order, its queries and its last call; None if there is none."""
-    items = [call for call in users.get(append.out.index, []) if call is not None and call.op is operator.getitem]
-    keys = [call.out for call in items if call.arguments["b"] == 0]
-    values = [call.out for call in items if call.arguments["b"] == 1]
-    if len(keys) != 1 or len(values) != 1:
-        return None
-    from_k, from_v = _behind(recording, keys[0]), _behind(recording, values[0])
+    from_k, from_v = _behind(recording, held.k), _behind(recording, held.v)
     products = [call for call in recording.calls if call.op in _PRODUCTS]
     last = next((call for call in products if _of(call, from_v) and _of(call, from_k)), None)
     first = next((call for call in products if _of(call, from_k)), None)
@@ -105,7 +143,7 @@ def _region(recording: Recording, producers: dict, users: dict, append: Call) ->
             return None
         (q,) = read_by(call)
     inside: dict[int, Call] = {}
-    stop = {q.index, keys[0].index, values[0].index}
+    stop = {q.index, held.k.index, held.v.index}
 
     def visit(register: Register) -> bool:
         call = producers.get(register.index)
@@ -139,20 +177,18 @@ def _of(call: Call, registers: set[int]) -> bool:
     return any(each.index in registers for each in read_by(call))
 
 
-def _tried(recording: Recording, producers: dict, calls: list[Call], append: Call, q: Register, out: Call) -> Any:
+def _tried(recording: Recording, calls: list[Call], held: _Held, q: Register, out: Call) -> Any:
     """Return scale, slopes, the window and the masks that are read if the calls compute attention, or None."""
     read = {register.index for call in calls for register in read_by(call)}
-    masks = sorted(each for each in read if each in recording.masks)
+    masks = sorted(each for each in read if each in recording.masks or each in recording.open_masks)
     made = {call.out.index for call in calls}
-    items = [call for call in recording.calls if call.op is operator.getitem and call.arguments["a"] is append.out]
-    states = {item.arguments["b"]: item.out for item in items}
-    known = made | set(masks) | {q.index} | {each.index for each in states.values()}
+    known = made | set(masks) | {q.index, held.k.index, held.v.index}
     if any(each not in known and each != recording.positions.index for each in read):
         return None
-    facts = [recording.fact(each) for each in (q, states[0], states[1])]
+    facts = [recording.fact(each) for each in (q, held.k, held.v)]
     with seeded():
         given = [torch.randn(each.shape, dtype=torch.float64) for each in facts]
-    values = dict(zip((q.index, states[0].index, states[1].index), given))
+    values = dict(zip((q.index, held.k.index, held.v.index), given))
     values |= {each: torch.zeros(recording.facts[each].shape, dtype=torch.float64) for each in masks}
     try:
         ran = evaluate(calls, values)
@@ -163,7 +199,7 @@ def _tried(recording: Recording, producers: dict, calls: list[Call], append: Cal
     numbers = {abs(each) for call in calls for each in _plain_numbers(call) if each}
     scales = dict.fromkeys([size**-0.5, 1.0, *numbers, *(1 / each for each in numbers)])
     length = facts[1].shape[2]
-    biases = [None, *_biases([*ran.values(), *_held(calls)], length, facts[0].shape[1])]
+    biases = [None, *_biases([*ran.values(), *_constants(calls)], length, facts[0].shape[1])]
     windows = [None, length, *_windows(recording, calls, length)]
     for scale, slopes, window in itertools.product(scales, biases, windows):
         found = _attention(*given, scale, slopes, window)
@@ -178,7 +214,7 @@ def _windows(recording: Recording, calls: list[Call], length: int) -> set[int]:
     """Return the windows that calls take out of tables of the model, [positions, positions], which say for each
     position which others it sees."""
     found = set()
-    for value in _held(calls):
+    for value in _constants(calls):
         if value.dtype != torch.bool or value._base is None:
             continue
         table, size = value._base, math.isqrt(value._base.numel())
@@ -193,7 +229,7 @@ def _windows(recording: Recording, calls: list[Call], length: int) -> set[int]:
     return found - {0}
 
 
-def _held(calls: list[Call]) -> Iterator[torch.Tensor]:
+def _constants(calls: list[Call]) -> Iterator[torch.Tensor]:
     """Yield tensors that calls hold, and the whole tensor of one that is a part."""
     for value in (each for call in calls for each in call.arguments.values()):
         if isinstance(value, torch.Tensor):

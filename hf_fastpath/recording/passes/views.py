@@ -28,7 +28,9 @@ def constant_views(recording: Recording, model: nn.Module) -> None:
     values: dict[int, Any] = {}
     for call in list(recording.calls):
         arguments = {name: _known(each, values) for name, each in call.arguments.items()}
-        if call.op in _OF_CONSTANTS and isinstance(arguments["self"], torch.Tensor):
+        is_view = call.op in _OF_CONSTANTS and isinstance(arguments["self"], torch.Tensor)
+        # a part that follows the length stays a call, which is refused; only own_attention knows parts of masks
+        if is_view and (arguments["self"].dtype == torch.bool or not follows_length(recording, call)):
             with torch.no_grad():
                 values[call.out.index] = call.op(**arguments)
     recording.rewrite({}, values)
@@ -94,6 +96,24 @@ def no_change(recording: Recording, model: nn.Module) -> None:
         if _changes_nothing(recording, call, given):
             values[call.out.index] = given
     recording.rewrite({}, values)
+
+
+def turned_back(recording: Recording, model: nn.Module) -> None:
+    """Pass: leave out pairs of transpositions that give back what was there before."""
+    producers = recording.producers()
+    values: dict[int, Any] = {}
+    for call in recording.calls:
+        if call.op is not _aten.transpose.int or call.out.index in recording.mutated:
+            continue
+        inner = producers.get(getattr(call.arguments["self"], "index", -1))
+        if inner is not None and inner.op is _aten.transpose.int and _dims(recording, inner) == _dims(recording, call):
+            values[call.out.index] = inner.arguments["self"]
+    recording.rewrite({}, values)
+
+
+def _dims(recording: Recording, call: Call) -> set[int]:
+    count = recording.fact(call.out).dim()
+    return {call.arguments["dim0"] % count, call.arguments["dim1"] % count}
 
 
 def _changes_nothing(recording: Recording, call: Call, given: Any) -> bool:

@@ -1,0 +1,150 @@
+"""Speed of decoding of an encoder-decoder with random weights, stock and ours in one run:
+``python benchmarks/bench_encoder_decoder.py whisper-small t5-large --csv FILE``.
+
+Sizes are those of the checkpoints that their names tell. Text is random tokens; sound is random features, 30 seconds of
+it for Whisper. The time of a call that makes a few tokens is taken off that of one that makes many, so that the encoder
+does not count; ``call_times_stock`` compares whole calls. ``first_s`` is the first call after ``patch()``, with all
+that it records and captures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import BartConfig, T5Config, WhisperConfig
+
+import hf_fastpath
+from hf_fastpath.compat import model_of_config
+
+#: tokens of a short call, whose time is taken off that of a long one
+SHORT = 8
+_TURBO = dict(d_model=1280, encoder_layers=32, decoder_layers=4, encoder_attention_heads=20, decoder_attention_heads=20)
+_SMALL = dict(d_model=768, encoder_layers=12, decoder_layers=12, encoder_attention_heads=12, decoder_attention_heads=12)
+_BART = dict(d_model=1024, encoder_layers=12, decoder_layers=12, encoder_attention_heads=16, decoder_attention_heads=16)
+_TINY = dict(d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2)
+#: name -> config class and its entries
+SIZES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "whisper-small": (WhisperConfig, _SMALL | dict(encoder_ffn_dim=3072, decoder_ffn_dim=3072)),
+    "whisper-large-v3-turbo": (
+        WhisperConfig,
+        _TURBO | dict(encoder_ffn_dim=5120, decoder_ffn_dim=5120, vocab_size=51866, num_mel_bins=128),
+    ),
+    "t5-large": (T5Config, dict(d_model=1024, d_ff=4096, d_kv=64, num_heads=16, num_layers=24, vocab_size=32128)),
+    "bart-large": (BartConfig, _BART | dict(encoder_ffn_dim=4096, decoder_ffn_dim=4096, vocab_size=50265)),
+    "whisper-of-test": (
+        WhisperConfig,
+        _TINY | dict(encoder_ffn_dim=96, decoder_ffn_dim=96, max_source_positions=50),
+    ),
+    "t5-of-test": (T5Config, dict(d_model=64, d_ff=96, d_kv=32, num_heads=2, num_layers=2)),
+    "bart-of-test": (BartConfig, _TINY | dict(encoder_ffn_dim=96, decoder_ffn_dim=96)),
+}
+
+
+def build(size: str, device: str, dtype: torch.dtype) -> nn.Module:
+    """Make a model of a size with random weights."""
+    cls, entries = SIZES[size]
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = model_of_config(cls(**entries), dtype=dtype).eval()
+    config = model.generation_config
+    config.eos_token_id = config.forced_eos_token_id = config.max_length = None
+    config.decoder_start_token_id = 2
+    return model
+
+
+def inputs_of(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Return random inputs of an encoder: 30 seconds of sound, or ``length`` tokens."""
+    config, device = model.config, model.device
+    if isinstance(config, WhisperConfig):
+        shape = batch, config.num_mel_bins, 2 * config.max_source_positions
+        return {"input_features": torch.randn(shape, device=device, dtype=model.dtype)}
+    ids = torch.randint(3, 1000, (batch, length), device=device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def seconds(model: nn.Module, inputs: dict[str, torch.Tensor], tokens: int, beams: int) -> float:
+    """Return the time of a call that makes ``tokens``."""
+    started = time.perf_counter()
+    made = model.generate(
+        **inputs, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, num_beams=beams, pad_token_id=0
+    )
+    made.tolist()
+    return time.perf_counter() - started
+
+
+def speed(model: nn.Module, inputs: dict[str, torch.Tensor], tokens: int, beams: int, runs: int) -> float:
+    """Return tokens per second of all sequences together, without the encoder: the median of a few runs."""
+    seconds(model, inputs, SHORT, beams)
+    batch, found = len(next(iter(inputs.values()))), []
+    for _ in range(runs):
+        few = seconds(model, inputs, SHORT, beams)
+        found.append(batch * tokens / (seconds(model, inputs, SHORT + tokens, beams) - few))
+    return sorted(found)[len(found) // 2]
+
+
+def measured(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return a row of the table."""
+    model = build(size, arguments.device, getattr(torch, arguments.dtype))
+    inputs = inputs_of(model, arguments.batch, arguments.length)
+    how = arguments.tokens, arguments.beams, arguments.runs
+    stock = speed(model, inputs, *how)
+    whole = seconds(model, inputs, SHORT + arguments.tokens, arguments.beams)
+    started = time.perf_counter()
+    hf_fastpath.patch(model, quiet=True)
+    patched = time.perf_counter() - started
+    first = seconds(model, inputs, 2, arguments.beams)
+    ours = speed(model, inputs, *how)
+    report = hf_fastpath.report(model)
+    return dict(
+        size=size,
+        device=torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
+        dtype=arguments.dtype,
+        batch=arguments.batch,
+        beams=arguments.beams,
+        tokens=arguments.tokens,
+        stock_tok_s=round(stock, 1),
+        ours_tok_s=round(ours, 1),
+        times_stock=round(ours / stock, 2),
+        call_times_stock=round(whole / seconds(model, inputs, SHORT + arguments.tokens, arguments.beams), 2),
+        patch_s=round(patched, 2),
+        first_s=round(first, 2),
+        fallback_tokens=report.stats["fallback_tokens"],
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sizes", nargs="+", choices=SIZES)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--beams", type=int, default=1)
+    parser.add_argument("--length", type=int, default=256, help="tokens that the encoder reads")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--csv", type=Path, help="table to which the rows are appended")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    for size in arguments.sizes:
+        row = measured(size, arguments)
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        if arguments.csv is not None:
+            is_new = not arguments.csv.exists()
+            with arguments.csv.open("a", newline="") as file:
+                writer = csv.DictWriter(file, list(row), lineterminator="\n")
+                if is_new:
+                    writer.writeheader()
+                writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What an encoder has read, as a decoder attends to it: keys and values that the prompt's forward has left in the
+cache, and which of them each sequence sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..ops.kv_cache import KV_TABLE_COLUMNS, KVCache
+from .program import Program
+from .structure import ModelPart
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Places of an encoder's output that sequences see.
+
+    Attributes:
+        starts, ends: int32 [batch], the first place, and the one behind the last.
+    """
+
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+    @classmethod
+    def all_of(cls, length: int, batch: int, device: torch.device) -> Seen:
+        """Return all of ``length`` places."""
+        starts = torch.zeros(batch, dtype=torch.int32, device=device)
+        return cls(starts, torch.full_like(starts, length))
+
+    @classmethod
+    def by_mask(cls, mask: torch.Tensor) -> Seen | None:
+        """Return the places at which a mask, [batch, length], holds ones; None if they are not one run in every row."""
+        seen = (mask != 0).int()
+        starts, counts = seen.argmax(1).int(), seen.sum(1).int()
+        ends = starts + counts
+        places = torch.arange(mask.shape[1], device=mask.device)
+        run = (places >= starts[:, None]) & (places < ends[:, None])
+        fits = (run == seen.bool()).all() & (counts > 0).all() & ((mask == 0) | (mask == 1)).all()
+        return cls(starts, ends) if bool(fits) else None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Keys and values of an encoder's output.
+
+    Attributes:
+        layers: of each layer of the decoder, both [batch, num_kv_heads, length, head_dim].
+        seen: what of them the sequences see.
+    """
+
+    layers: list[KVCache]
+    seen: Seen
+
+    @classmethod
+    def of(cls, cache: Any, seen: Seen) -> Encoded:
+        """Return what an encoder-decoder's ``cache`` holds behind a prompt."""
+        found = [each for each in compat.encoded_states(cache) if each is not None]
+        return cls([KVCache(k.contiguous(), v.contiguous()) for k, v in found], seen)
+
+
+def seen(part: ModelPart, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> Seen | None:
+    """Return what of its encoder's output a model's decoder sees in a call of ``generate()``; None if it is more than
+    one run of places.
+
+    Args:
+        part: the model, which has an encoder.
+        input_ids: [batch, seq_len], the beginning of the text.
+        model_kwargs: of the call.
+    """
+    batch, length, mask = len(input_ids), compat.encoded_length(model_kwargs), model_kwargs.get("attention_mask")
+    if mask is not None:  # it may be of what the encoder was given, of which it makes fewer places
+        mask = part.mask_over_encoded(compat.inputs_behind(part.module, input_ids, model_kwargs))
+    if mask is None:
+        return Seen.all_of(length, batch, input_ids.device)
+    return Seen.by_mask(mask) if tuple(mask.shape) == (batch, length) else None
+
+
+class EncodedPlaces:
+    """Where the calls of a plan find what an encoder has read.
+
+    Args:
+        program: of the plan.
+        num_layers: of the decoder.
+        batch: number of sequences.
+        device: of the plan.
+
+    Attributes:
+        starts, ends: as of :class:`Seen`, at addresses that stay.
+        caches: keys and values of each layer, as registers; on CUDA with a ``kv_table`` that holds their addresses, so
+            that a captured graph serves any encoder's output.
+    """
+
+    def __init__(self, program: Program, num_layers: int, batch: int, device: torch.device):
+        self._program = program
+        self.starts, self.ends = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
+        shape = num_layers, KV_TABLE_COLUMNS
+        self._table = torch.zeros(shape, dtype=torch.long, device=device) if device.type == "cuda" else None
+        self.caches = [
+            KVCache(program.register(), program.register(), table=self._table, layer=layer)
+            for layer in range(num_layers)
+        ]
+
+    def bind(self, encoded: Encoded) -> None:
+        """Let the calls attend to ``encoded``, which is kept alive until :meth:`release`."""
+        self.starts.copy_(encoded.seen.starts)
+        self.ends.copy_(encoded.seen.ends)
+        for registers, layer in zip(self.caches, encoded.layers, strict=True):
+            self._program.put(registers, layer)
+        if self._table is not None:
+            rows = [[each.k.data_ptr(), each.v.data_ptr(), each.k.shape[2]] for each in encoded.layers]
+            self._table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
+
+    def release(self) -> None:
+        """Let go of keys and values."""
+        for registers in self.caches:
+            self._program.put(registers, None)

@@ -1,0 +1,87 @@
+"""Tables of which a step takes the row of a position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..decode.named_calls import Call, Register
+from .passes.lengths import at_position
+from .probing import MISFITS, evaluate
+from .recording import Recording, read_by
+
+_aten = torch.ops.aten
+
+#: tokens at which rows are looked up: one of them may be that of padding, which has a row of its own
+_TOKENS = (1, 2)
+
+
+@dataclass(frozen=True, order=True)
+class PositionTable:
+    """A table with a row for every position.
+
+    Attributes:
+        count: positions that have a row.
+        first: row of position 0.
+        is_learned: the rows are parameters; the model's own code may make others longer.
+    """
+
+    count: int
+    first: int
+    is_learned: bool
+
+
+def position_tables(recording: Recording) -> Iterator[PositionTable]:
+    """Yield the tables of positions that a step reads."""
+    producers = recording.producers()
+    for call in recording.calls:
+        table, rows = _looked_up(call)
+        if not isinstance(table, torch.Tensor) or table.dim() != 2 or not isinstance(rows, Register):
+            continue
+        calls = _behind(recording, producers, rows)
+        if calls is None:
+            continue
+        try:
+            first, second, last = (_row(recording, calls, rows, position) for position in (0, 1, len(table)))
+        except MISFITS:
+            continue
+        if first != second and last >= len(table):  # else far positions share rows
+            yield PositionTable(len(table) - first, first, isinstance(table, torch.nn.Parameter))
+
+
+def _looked_up(call: Call) -> tuple[object, object]:
+    """Return the table of which a call takes rows, and the rows; None and None for other calls."""
+    given = call.arguments
+    if call.op is _aten.embedding.default:
+        return given["weight"], given["indices"]
+    if call.op is _aten.index_select.default and given["dim"] == 0:
+        return given["self"], given["index"]
+    if call.op is _aten.index.Tensor and len(given["indices"]) == 1:
+        return given["self"], given["indices"][0]
+    return None, None
+
+
+def _behind(recording: Recording, producers: dict[int, Call], rows: Register) -> list[Call] | None:
+    """Return the calls that make ``rows`` of tokens and positions, in order; None if these read more."""
+    wanted, waiting, given = set(), [rows], {recording.tokens.index, recording.positions.index}
+    while waiting:
+        register = waiting.pop()
+        if register.index in given or register.index in wanted:
+            continue
+        call = producers.get(register.index)
+        if call is None or any(isinstance(each, torch.nn.Parameter) for each in call.arguments.values()):
+            return None
+        wanted.add(register.index)
+        waiting += read_by(call)
+    return [call for call in recording.calls if call.out.index in wanted]
+
+
+def _row(recording: Recording, calls: list[Call], rows: Register, position: int) -> int:
+    """Return the last row that is taken at a position, whatever the token."""
+    shape, found = (recording.batch, recording.query_len), []
+    for token in _TOKENS:
+        given = at_position(recording, position) | {recording.tokens.index: torch.full(shape, token)}
+        found.append(int(evaluate(calls, given)[rows.index].flatten()[0]))
+    return max(found)
