@@ -41,7 +41,7 @@ def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, 
     except Unrecordable as error:
         raise Unrecordable(f"{error}{_where(error)}") from None
     except Exception as error:
-        raise Unrecordable(f"{_said(error, noting)}{_where(error)}") from error
+        raise Unrecordable(_said(error, noting)) from error
     finally:
         recorder.reset(token)
 
@@ -132,15 +132,15 @@ def _without_logs() -> Iterator[None]:
 
 
 def _said(error: Exception, noting: Recorder) -> str:
-    """Return what an exception says of the model."""
+    """Return what an exception says of the model, and which line raised it."""
+    where = _where(error)
     if isinstance(error, DataDependentOutputException):
-        return "a number in a tensor that decides what is called next"
+        return f"a number in a tensor that decides what is called next{where}"
     if isinstance(error, DynamicOutputShapeException):
-        return f"a tensor whose size depends on the numbers that it is made of ({error.func})"
+        return f"a tensor whose size depends on the numbers that it is made of ({error.func}){where}"
     if isinstance(error, AttributeError) and isinstance(error.obj, compat.RecordingCache):
-        return f"a cache of a class of its own, with {error.name}"
-    behind = f"for a token behind {noting.past} others over a cache of keys, values and states"
-    return f"its forward, {behind}, raises {type(error).__name__}: {error}"
+        return f"a cache of a class of its own, with {error.name}{where}"
+    return f"{type(error).__name__}: {error}{where}, for a token behind {noting.past} others in a cache"
 
 
 def _where(error: BaseException) -> str:
@@ -148,14 +148,15 @@ def _where(error: BaseException) -> str:
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_model(frame.filename)]
     if not theirs:
         return ""
-    last = ([frame for frame in theirs if "/transformers/models/" in frame.filename] or theirs)[-1]
+    last = theirs[-1]
     return f", at {last.filename.rpartition('/')[2]}:{last.lineno}: {last.line}"
 
 
 def _is_of_model(file: str) -> bool:
-    """Whether a file is none of PyTorch's, of Python's own and of this project's."""
+    """Whether a file is none of PyTorch's, Python's and this project's, and none that transformers' models share."""
     is_pythons = file.startswith(sysconfig.get_path("stdlib")) and "/site-packages/" not in file
-    return not is_pythons and "/torch/" not in file and "/hf_fastpath/" not in file
+    is_shared = "/transformers/" in file and "/transformers/models/" not in file
+    return not (is_pythons or is_shared or "/torch/" in file or "/hf_fastpath/" in file)
 
 
 def _window(mask_function: Callable[..., Any], sizes: list[int], past: int) -> int | None:

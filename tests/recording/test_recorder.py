@@ -292,7 +292,7 @@ def test_refusals_name_the_line(case):
     (
         (lambda m, x, positions, cache: x + cache.rnn_state, "a cache of a class of its own, with rnn_state"),
         (lambda m, x, positions, cache: copy.deepcopy(cache.layers), "a layer of the cache is copied"),
-        (lambda m, x, positions, cache: x[9], r"for a token behind 47 others over a cache .* raises IndexError: "),
+        (lambda m, x, positions, cache: x[9], "IndexError: index 9 is out of bounds"),
     ),
 )
 def test_refusals_say_what_the_model_does(step, reason):
