@@ -132,8 +132,7 @@ REASONS: dict[str, Reason] = {
         "the attention mask is not plain left padding, zeros in front of ones in every row; or it came with a single "
         "token outside of greedy search and sampling, where the kernels take none; or the mask over what an encoder "
         "has read is not one run of ones in every row",
-        "pad on the left (tokenizer.padding_side = 'left'), what an encoder reads on either side; use greedy search or "
-        "sampling",
+        "pad on the left (tokenizer.padding_side = 'left'), for an encoder on one side; use greedy search",
     ),
     "attention_outputs": Reason(
         "attentions, hidden states or router logits were requested",

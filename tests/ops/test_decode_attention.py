@@ -438,3 +438,31 @@ def every_route(isa: str) -> None:
 
 if __name__ == "__main__":
     main(SPEC, every_route)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(biases=torch.zeros(4)), "expected torch.float32 \\(4, 1 or more\\)"),
+        (dict(biases=torch.zeros(3, 7)), "expected torch.float32 \\(4, 1 or more\\)"),
+        (dict(biases=torch.zeros(4, 0)), "expected torch.float32 \\(4, 1 or more\\)"),
+        (dict(biases=torch.zeros(4, 7, dtype=torch.float16)), "biases are torch.float16"),
+        (dict(biases=torch.zeros(4, 7), slopes=torch.ones(4)), "not with slopes or sinks"),
+        (dict(biases=torch.zeros(4, 7), q=torch.zeros(1, 2, 4, 32)), "one new token"),
+    ],
+)
+def test_biases_that_do_not_fit(changes, message):
+    sample = make(CPU, torch.float32, heads=4, kv_heads=2, head_dim=32, capacity=16, seq_lens=[9])
+    with pytest.raises(OpInputError, match=message):
+        SPEC(**replaced(SPEC, sample, **changes).kwargs)
+
+
+def test_views_of_biases_and_keys_that_are_further_behind(device):
+    """The last bias holds of all keys that are further behind; one bias alone changes nothing."""
+    sample = make(device, torch.float32, heads=4, kv_heads=2, head_dim=64, capacity=330, seq_lens=[300])
+    table = torch.randn(4, 40, device=device)
+    far = torch.cat((table, table[:, -1:].expand(-1, 300)), dim=1)
+    of_table, of_all, of_one = (replaced(SPEC, sample, biases=each) for each in (far[:, :40], far, table[:, :1]))
+    assert_matches(SPEC, of_table)
+    assert torch.equal(SPEC(**of_table.kwargs), SPEC(**of_all.kwargs))
+    torch.testing.assert_close(SPEC(**of_one.kwargs), SPEC(**sample.kwargs), rtol=1e-5, atol=1e-5)

@@ -138,7 +138,6 @@ def test_a_text_that_is_longer_than_the_table():
     [
         ("bart", (256, 2), None),
         ("whisper", (256, 0), None),
-        ("encoder-decoder", (256, 0), None),
         ("t5", None, None),
         ("m2m_100", None, 257),
         ("moonshine", None, None),

@@ -53,9 +53,6 @@ def own_attention(recording: Recording, model: nn.Module) -> None:
         windows = [recording.masks.get(each) for each in mask] + [recording.windows[held.layer], seen]
         if recording.query_len > 1 and any(isinstance(each, marks.Chunk) for each in windows):
             continue
-            continue
-        if recording.query_len > 1 and any(isinstance(each, marks.Chunk) for each in windows):
-            continue
         batch, heads, query_len, _ = recording.fact(q).shape
         like = recording.fact(q).new_empty(batch, query_len, heads, recording.fact(held.v).shape[-1])
         if held.states is None:
