@@ -3,14 +3,18 @@
 //   up in its place, and activation(gate) * up is relu(up)^2.
 // Work split: two kernels, 8 rows of x at a time. Gate and up: blockIdx.y is a choice (row, k), a warp takes
 //   one feature of both matrices for every row that chose that expert; blocks of later choices of the same
-//   expert end at once. Down: a warp takes one output and walks through the chosen experts, adding each
-//   product to the rows that chose it, so that sums run in one order and need no atomics. A lane keeps kLoads
-//   16-byte loads in flight and replaces each as it is consumed. Down starts early: what it reads before the
-//   other kernel is complete are choices and its own first weights.
+//   expert end at once. Of one row the warps of as many blocks as an SM runs take features of all choices in
+//   turn; each block finds choices, if a router's scores are given, and norms x by itself, in both kernels
+//   the same. Down: a warp takes one output and walks through the chosen experts, adding each product to the
+//   rows that chose it, so that sums run in one order and need no atomics. A lane keeps kLoads 16-byte loads
+//   in flight and replaces each as it is consumed. Down starts early: what it reads before the other kernel
+//   is complete are choices and its own first weights.
 // Traffic: 3 * width * hidden_size * sizeof(T) once for each expert that any of 8 rows chose; x, hidden and
 //   out are small. Without a gate 2 instead of 3, and the second load of a row of up comes out of L2.
 // Roofline: read bandwidth. float16, Mixtral's 2 of 8 experts: 80 % of it for one row, 28 for 8, whose x
-//   comes out of L2 for every feature; 8 of 128 of width 768: 56 and 34 % (H200, 2026-11).
+//   comes out of L2 for every feature; 8 of 128 of width 768: 56 and 34 % (H200, 2026-11). One row of the
+//   latter in bfloat16: 78 % of an H100's 3.18 TB/s.
+// Experiments: docs/lab/recording.md
 
 #include <algorithm>
 #include <type_traits>
@@ -33,7 +37,7 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kLoads = 8;
 constexpr int kMinBlocks = 2;  // an SM: leaves 128 registers a thread
 static_assert(kMaxX == kWarps, "a warp of the down kernel reads the choices of one row");
-constexpr int kRowBlocks = 3;                // of one row: fewer registers, so that down starts early
+constexpr int kRowBlocks = 3;                // the same for one row, whose kernel is 5 % slower with 2 (H100)
 constexpr int kUnroll = kLoads / 2;          // of gate and up
 constexpr int kRound = kUnroll * kWarpSize;  // chunks of a row that a warp asks for at once
 

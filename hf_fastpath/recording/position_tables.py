@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..decode.named_calls import Call, Register
-from .passes.showing import at_position
+from .passes.lengths import at_position
 from .probing import MISFITS, evaluate
 from .recording import Recording, read_by
 
@@ -47,7 +47,7 @@ def position_tables(recording: Recording) -> Iterator[PositionTable]:
             first, second, last = (_row(recording, calls, rows, position) for position in (0, 1, len(table)))
         except MISFITS:
             continue
-        if first != second and last >= len(table):  # else far positions share a row
+        if first != second and last >= len(table):  # else far positions share rows
             yield PositionTable(len(table) - first, first, isinstance(table, torch.nn.Parameter))
 
 

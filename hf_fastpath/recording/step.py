@@ -96,7 +96,8 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
                 call.arguments[name] = Norm(*value)
     for expansion in noting.expansions.values():
         expansion.check()
-    open_masks = frozenset(index for index, function in noting.masks.items() if _sees_all(function))
+    masks = noting.masks.items() if has_encoder else ()
+    open_masks = frozenset(index for index, function in masks if _sees_all(function))
     if not noting.masks_over_encoded <= open_masks:
         raise Unrecordable("a mask that hides some of what the encoder has read")
     windows: dict[int, int | None] = {}  # of masks that the kernels have
@@ -195,17 +196,17 @@ def _where(error: BaseException) -> str:
     return f", at {last.filename.rpartition('/')[2]}:{last.lineno}: {last.line}"
 
 
-def _sees_all(mask_function: Callable[..., Any]) -> bool:
-    """Whether a mask function lets tokens at any position see all keys."""
-    places = torch.arange(8)
-    return bool(compat.mask_sees(mask_function, places, places).all())
-
-
 def _is_of_model(file: str) -> bool:
     """Whether a file is none of PyTorch's, Python's and this project's, and none that transformers' models share."""
     is_pythons = file.startswith(sysconfig.get_path("stdlib")) and "/site-packages/" not in file
     is_shared = "/transformers/" in file and "/transformers/models/" not in file
     return not (is_pythons or is_shared or "/torch/" in file or "/hf_fastpath/" in file)
+
+
+def _sees_all(mask_function: Callable[..., Any]) -> bool:
+    """Whether a mask function lets tokens at any position see all keys."""
+    places = torch.arange(8)
+    return bool(compat.mask_sees(mask_function, places, places).all())
 
 
 def _window(mask_function: Callable[..., Any], sizes: list[int], past: int) -> int | None:

@@ -68,6 +68,14 @@ def _adds(call: Call, number: int) -> bool:
     return type(other) is int and other == number and call.arguments.get("alpha", 1) == 1
 
 
+def at_position(recording: Recording, position: int) -> dict[int, torch.Tensor]:
+    """Return what registers of positions hold at ``position``."""
+    shape = (recording.batch, recording.query_len)
+    counted = [call for call in recording.calls if call.op is marks.text_positions]
+    here = {call.out.index: torch.full(shape[1:], position) for call in counted}
+    return {recording.positions.index: torch.full(shape, position)} | here
+
+
 def check_lengths(recording: Recording) -> None:
     """Refuse a list with sizes that follow the length of the text.
 

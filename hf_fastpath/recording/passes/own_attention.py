@@ -48,9 +48,9 @@ def own_attention(recording: Recording, model: nn.Module) -> None:
         if known[key] is None:
             continue
         scale, slopes, seen, mask = known[key]
-        windows = [recording.masks.get(each) for each in mask] + [recording.windows[held.layer], seen]
         if any(each not in (recording.open_masks if held.states is None else recording.masks) for each in mask):
             continue
+        windows = [recording.masks.get(each) for each in mask] + [recording.windows[held.layer], seen]
         if recording.query_len > 1 and any(isinstance(each, marks.Chunk) for each in windows):
             continue
         batch, heads, query_len, _ = recording.fact(q).shape
@@ -196,7 +196,7 @@ def _tried(recording: Recording, calls: list[Call], held: _Held, q: Register, ou
     numbers = {abs(each) for call in calls for each in _plain_numbers(call) if each}
     scales = dict.fromkeys([size**-0.5, 1.0, *numbers, *(1 / each for each in numbers)])
     length = facts[1].shape[2]
-    biases = [None, *_biases([*ran.values(), *_held(calls)], length, facts[0].shape[1])]
+    biases = [None, *_biases([*ran.values(), *_constants(calls)], length, facts[0].shape[1])]
     windows = [None, length, *_windows(recording, calls, length)]
     for scale, slopes, window in itertools.product(scales, biases, windows):
         found = _attention(*given, scale, slopes, window)
@@ -211,7 +211,7 @@ def _windows(recording: Recording, calls: list[Call], length: int) -> set[int]:
     """Return the windows that calls take out of tables of the model, [positions, positions], which say for each
     position which others it sees."""
     found = set()
-    for value in _held(calls):
+    for value in _constants(calls):
         if value.dtype != torch.bool or value._base is None:
             continue
         table, size = value._base, math.isqrt(value._base.numel())
@@ -226,7 +226,7 @@ def _windows(recording: Recording, calls: list[Call], length: int) -> set[int]:
     return found - {0}
 
 
-def _held(calls: list[Call]) -> Iterator[torch.Tensor]:
+def _constants(calls: list[Call]) -> Iterator[torch.Tensor]:
     """Yield tensors that calls hold, and the whole tensor of one that is a part."""
     for value in (each for call in calls for each in call.arguments.values()):
         if isinstance(value, torch.Tensor):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ...decode.named_calls import Register
-from .. import marks
 from ..probing import MISFITS, evaluate, seeded
 from ..recording import Recording
 from ..skeleton import past_tokens
+from .lengths import at_position
 
 #: positions at which rotations are compared
 _POSITIONS = (0, 1, 23, 901)
@@ -66,11 +66,3 @@ def alike(found: list[tuple[list, list, list]], places: Collection[Any]) -> set[
 def _random(like: torch.Tensor) -> torch.Tensor:
     is_whole = not like.is_floating_point() and not like.is_complex()
     return torch.randint_like(like, 9) if is_whole else torch.randn_like(like)
-
-
-def at_position(recording: Recording, position: int) -> dict[int, torch.Tensor]:
-    """Return what registers of positions hold at ``position``."""
-    shape = recording.batch, recording.query_len
-    counted = (call.out.index for call in recording.calls if call.op is marks.text_positions)
-    here = {index: torch.full(shape[1:], position) for index in counted}
-    return here | {recording.positions.index: torch.full(shape, position)}

@@ -29,7 +29,8 @@ def constant_views(recording: Recording, model: nn.Module) -> None:
     for call in list(recording.calls):
         arguments = {name: _known(each, values) for name, each in call.arguments.items()}
         is_view = call.op in _OF_CONSTANTS and isinstance(arguments["self"], torch.Tensor)
-        if is_view and not follows_length(recording, call):
+        # a part that follows the length stays a call, which is refused; only own_attention knows parts of masks
+        if is_view and (arguments["self"].dtype == torch.bool or not follows_length(recording, call)):
             with torch.no_grad():
                 values[call.out.index] = call.op(**arguments)
     recording.rewrite({}, values)
