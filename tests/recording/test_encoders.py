@@ -58,17 +58,31 @@ def test_attention_over_what_an_encoder_has_read(model_type):
         assert call.arguments["scale"] in (1.0, head_dim**-0.5)
 
 
-def test_a_layer_of_the_config_that_the_decoder_lacks():
-    """Whisper's config tells of as many layers as its encoder has."""
-    part = part_of(small_model("whisper", encoder_layers=2, decoder_layers=1))
-    assert len(part.kinds) == len(part.layers) == len(part.recording(1, 1).encoded) == 1
+@pytest.mark.parametrize(
+    ("model_type", "layers"),
+    [
+        ("bart", dict(encoder_layers=3, decoder_layers=1)),
+        ("bart", dict(encoder_layers=1, decoder_layers=3)),
+        ("whisper", dict(encoder_layers=3, decoder_layers=1)),
+        ("whisper", dict(encoder_layers=1, decoder_layers=3)),
+        ("t5", dict(num_layers=3, num_decoder_layers=1)),
+    ],
+)
+def test_encoders_and_decoders_of_different_depths(model_type, layers):
+    """The cache has as many layers as the decoder, whatever the config tells."""
+    count = layers.get("decoder_layers", layers.get("num_decoder_layers"))
+    stock = small_model(model_type, **layers)
+    part = part_of(stock)
+    assert len(part.kinds) == len(part.layers) == len(part.recording(1, 1).encoded) == count
     require_native(CPU)
-    ours = hf_fastpath.patch(small_model("t5", num_layers=3, num_decoder_layers=2), quiet=True)
-    stock = small_model("t5", num_layers=3, num_decoder_layers=2)
-    found, expected = (
-        model.generate(**encoder_decoder_types.text(1, 9), max_new_tokens=5, do_sample=False) for model in (ours, stock)
-    )
-    assert_same_tokens(found, expected)
+    ours = hf_fastpath.patch(small_model(model_type, **layers), quiet=True)
+    inputs = encoder_decoder_types.output(stock, 2, 9, 3) | {"decoder_input_ids": encoder_decoder_types.start(2)}
+    for beams in (1, 3):
+        options = dict(max_new_tokens=6, do_sample=False, num_beams=beams)
+        with counting(ours) as counts:
+            found = encoder_decoder_types.generate(ours, inputs, **options)
+        assert counts.fast and not counts.reasons
+        assert_same_tokens(found, encoder_decoder_types.generate(stock, inputs, **options))
 
 
 class Reading(BartForConditionalGeneration):
