@@ -112,29 +112,40 @@ __global__ void __launch_bounds__(kMergeThreads) merge_latents_kernel(LatentSpli
   const int head = blockIdx.y, row = blockIdx.z, d = blockIdx.x * kMergeThreads + threadIdx.x;
   const int64_t place = int64_t(row) * p.heads + head;
   allow_next_kernel();
+  if (!p.programmatic_launch) wait_for_previous_kernel();
+  const int active = LatentRange(s, row).active, last = max(active, 1) - 1;
   wait_for_previous_kernel();
-  const int active = LatentRange(s, row).active;
   const float* outputs = s.outputs + place * s.splits * rank + min(d, rank - 1);
+  float ahead[kAhead];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ahead[i] = __ldcg(outputs + int64_t(min(first + i, last)) * rank);
+  };
+  load(0);
+  constexpr int kPerLane = kMaxSplits / kWarpSize;
+  float2 found[kPerLane];
   float max = -INFINITY, total = 0.f;
-  for (int i = lane; i < active; i += kWarpSize)
-    max = fmaxf(max, __ldcg(s.max_sums + place * s.splits + i).x);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int split = lane + i * kWarpSize;
+    found[i] = split < active ? __ldcg(s.max_sums + place * s.splits + split) : make_float2(-INFINITY, 0.f);
+    max = fmaxf(max, found[i].x);
+  }
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
     max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, offset));
-  for (int i = lane; i < active; i += kWarpSize) {
-    const float2 found = __ldcg(s.max_sums + place * s.splits + i);
-    const float factor = exp2_below(found.x, max);
-    total = fmaf(found.y, factor, total);
-    if (threadIdx.x < kWarpSize) factors[i] = factor;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const float factor = exp2_below(found[i].x, max);
+    total = fmaf(found[i].y, factor, total);
+    if (threadIdx.x < kWarpSize) factors[lane + i * kWarpSize] = factor;
   }
   const float inverse = active > 0 ? 1.f / warp_sum(total) : 0.f;
   __syncthreads();  // factors
   float sum = 0.f;
 #pragma unroll 1
   for (int first = 0; first < active; first += kAhead) {
-    float ahead[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead[i] = __ldcg(outputs + int64_t(min(first + i, active - 1)) * rank);
+    if (first > 0) load(first);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
       if (first + i < active) sum = fmaf(ahead[i], factors[first + i], sum);

@@ -66,47 +66,61 @@ __device__ __forceinline__ void load_tile(const LatentAttentionParams& p, const 
   commit_copies();
 }
 
-// Puts the position that this call appends, if it is one of those, into their tile.
+// Puts the position that this call appends, if it is one of those, into their tile, and into the cache if
+// `appends`.
 template <class T, int kRank, int kRope>
 __device__ __forceinline__ void put_newest(const LatentAttentionParams& p, const LatentRange& range, int row,
-                                           int position, int end, unsigned char* tile) {
+                                           int position, int end, bool appends, unsigned char* tile) {
   using L = Layout<kRank, kRope>;
-  const int r = range.last - 1 - position;
-  if (!p.new_latent.data || r < 0 || r >= kTile || range.last > end) return;
-  for (int chunk = threadIdx.x; chunk < L::kChunks; chunk += kThreads) {
-    alignas(16) T elements[kChunkElems];
+  using C = Chunk<T, kChunkElems>;
+  static_assert(L::kChunks <= kThreads, "a thread takes a chunk");
+  const int r = range.last - 1 - position, chunk = threadIdx.x, e = chunk * kChunkElems;
+  if (!p.new_latent.data || r < 0 || r >= kTile || range.last > end || chunk >= L::kChunks) return;
+  float values[kChunkElems];
+  if (e < kRank) {
+    const T* from = head_of<T>(p.new_latent, row, 0) + e;
 #pragma unroll
-    for (int e = 0; e < kChunkElems; ++e) elements[e] = newest<T>(p, row, chunk * kChunkElems + e);
-    *reinterpret_cast<uint4*>(tile + L::at(r, chunk)) = *reinterpret_cast<const uint4*>(elements);
+    for (int i = 0; i < kChunkElems; ++i) values[i] = load_float_l2(from + i);
+  } else {
+    turned(p, row, head_of<T>(p.new_rope, row, 0), e - kRank, values);
   }
+  const uint4 raw = C::pack(values);
+  *reinterpret_cast<uint4*>(tile + L::at(r, chunk)) = raw;
+  if (!appends) return;
+  const int64_t slot = int64_t(row) * range.capacity + range.last - 1;
+  T* to = e < kRank ? static_cast<T*>(range.latents) + slot * kRank + e
+                    : static_cast<T*>(range.rope_keys) + slot * kRope + e - kRank;
+  *reinterpret_cast<uint4*>(to) = raw;
 }
 
+// Brings the queries on their way, those of no head as zeros. `whole`: they lie at whole chunks.
 template <class T, int kRank, int kRope>
 __device__ __forceinline__ void load_queries(const LatentAttentionParams& p, int row, int first_head,
                                              bool whole, unsigned char* queries) {
   using L = Layout<kRank, kRope>;
-  for (int i = threadIdx.x; i < kRows * L::kChunks; i += kThreads) {
-    const int r = i / L::kChunks, chunk = i % L::kChunks;
+  using C = Chunk<T, kChunkElems>;
+  constexpr int kPlain = kRank / kChunkElems, kTurned = L::kChunks - kPlain;
+  for (int i = threadIdx.x; i < kRows * kPlain; i += kThreads) {
+    const int r = i / kPlain, chunk = i % kPlain;
     const bool present = first_head + r < p.heads;
-    const int head = present ? first_head + r : first_head;
-    const T* from = chunk < kRank / kChunkElems
-                        ? head_of<T>(p.q_latent, row, head) + chunk * kChunkElems
-                        : head_of<T>(p.q_rope, row, head) + (chunk - kRank / kChunkElems) * kChunkElems;
-    uint4 values = make_uint4(0, 0, 0, 0);
-    const bool rotary = chunk >= kRank / kChunkElems;
-    if (whole && !(rotary && p.cos.data)) {
-      values = Chunk<T, kChunkElems>::load_l2(from);
-    } else {
-      float elements[kChunkElems];
-#pragma unroll
-      for (int e = 0; e < kChunkElems; ++e) {
-        elements[e] = rotary ? turned(p, row, head_of<T>(p.q_rope, row, head),
-                                      (chunk - kRank / kChunkElems) * kChunkElems + e)
-                             : load_float_l2(from + e);
-      }
-      values = Chunk<T, kChunkElems>::pack(elements);
+    const T* from = head_of<T>(p.q_latent, row, present ? first_head + r : first_head) + chunk * kChunkElems;
+    if (whole) {
+      copy_async(queries + L::at(r, chunk), from, present);
+      continue;
     }
-    *reinterpret_cast<uint4*>(queries + L::at(r, chunk)) = present ? values : make_uint4(0, 0, 0, 0);
+    float values[kChunkElems];
+#pragma unroll
+    for (int e = 0; e < kChunkElems; ++e) values[e] = load_float_l2(from + e);
+    *reinterpret_cast<uint4*>(queries + L::at(r, chunk)) = present ? C::pack(values) : C::zero();
+  }
+  commit_copies();
+  for (int i = threadIdx.x; i < kRows * kTurned; i += kThreads) {
+    const int r = i / kTurned, chunk = i % kTurned;
+    const bool present = first_head + r < p.heads;
+    float values[kChunkElems];
+    turned(p, row, head_of<T>(p.q_rope, row, present ? first_head + r : first_head), chunk * kChunkElems,
+           values);
+    *reinterpret_cast<uint4*>(queries + L::at(r, kPlain + chunk)) = present ? C::pack(values) : C::zero();
   }
 }
 
@@ -134,11 +148,14 @@ __global__ void __launch_bounds__(kThreads) latent_mma_kernel(LatentSplits s, bo
     load_tile<T, kRank, kRope>(p, range, row, begin + kTile, end, tiles + L::kTileBytes);
   }
   wait_for_previous_kernel();
-  if (split == 0 && blockIdx.y == 0) append_newest<T>(p, range, row);
+  const bool appends = blockIdx.y == 0;
+  if (appends && range.active == 0 && split == 0)
+    append_newest<T>(p, range, row);  // no block has it in a tile
   if (!is_active) return;
-  put_newest<T, kRank, kRope>(p, range, row, begin, end, tiles);
-  put_newest<T, kRank, kRope>(p, range, row, begin + kTile, end, tiles + L::kTileBytes);
   load_queries<T, kRank, kRope>(p, row, first_head, whole, queries);
+  put_newest<T, kRank, kRope>(p, range, row, begin, end, appends, tiles);
+  put_newest<T, kRank, kRope>(p, range, row, begin + kTile, end, appends, tiles + L::kTileBytes);
+  wait_for_copies<0>();
 
   const float scale = p.scale * kLog2e;
   float acc[kGroups][4][2][4] = {};  // [64 elements, two of a lane's eight, heads in eights, of mma]
@@ -242,7 +259,8 @@ __global__ void __launch_bounds__(kThreads) latent_mma_kernel(LatentSplits s, bo
     }
     __syncthreads();  // tile and scores are free
     load_tile<T, kRank, kRope>(p, range, row, position + 2 * kTile, end, tiles + buffer * L::kTileBytes);
-    put_newest<T, kRank, kRope>(p, range, row, position + 2 * kTile, end, tiles + buffer * L::kTileBytes);
+    put_newest<T, kRank, kRope>(p, range, row, position + 2 * kTile, end, appends,
+                                tiles + buffer * L::kTileBytes);
   }
   wait_for_copies<0>();
 
