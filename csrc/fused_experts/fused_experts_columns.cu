@@ -25,49 +25,50 @@
 namespace hf_fastpath {
 namespace {
 
-constexpr int kWarps = 4;  // small blocks: gpt-oss has 180 and 90 a choice
-constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kUnroll = 8;  // weight rows a lane has in flight: 16 bytes of 16-bit x
 
-// Lanes of a warp side by side: 4 * 16 bytes are half a line, so that there are enough blocks; one element a
-// lane wants all 32.
-template <int kElems>
-constexpr int kLanes = kElems == 1 ? kWarpSize : 4;
-template <int kElems>
-constexpr int kColumns = kLanes<kElems> * kElems;  // features of a block
-// Blocks an SM runs at once: registers for the sums of kX rows bound it.
-template <int kX>
-constexpr int kMinBlocks = kX == 1   ? 6
-                           : kX <= 4 ? 4
-                                     : 3;
+// A block for kX rows. One row: whole lines of 128 bytes. More rows: sums fill the registers, so that blocks
+// are small, of which gpt-oss has 180 and 90 a choice.
+template <int kElems, int kX>
+struct Shape {
+  static constexpr int kWarps = kX == 1 ? 8 : 4, kThreads = kWarps * kWarpSize;
+  // Lanes of a warp side by side; one element a lane wants all 32.
+  static constexpr int kLanes = kElems == 1 ? kWarpSize : kX == 1 ? 8 : 4;
+  static constexpr int kColumns = kLanes * kElems;  // features
+  // Blocks an SM runs at once: registers for the sums of kX rows bound it.
+  static constexpr int kMinBlocks = kX > 1 && kX <= 4 ? 4 : 3;
+};
+constexpr int kAddThreads = 128;
 
 // Sums over in_features of x times a block's columns, in shared memory, by warp.
 template <int kElems, int kX>
 struct ColumnSums {
-  float of_warp[kWarps][kX][kColumns<kElems>];
+  float of_warp[Shape<kElems, kX>::kWarps][kX][Shape<kElems, kX>::kColumns];
   int source[kX];
 
   __device__ __forceinline__ float operator()(int m, int column) const {
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += of_warp[w][m][column];
+    for (int w = 0; w < Shape<kElems, kX>::kWarps; ++w) sum += of_warp[w][m][column];
     return sum;
   }
 };
 
 // The first of the columns that a lane multiplies, -1 if there is none. Features are a multiple of kElems
 // here.
-template <int kElems>
+template <int kElems, int kX>
 __device__ __forceinline__ int neighboring_columns(int features) {
-  const int column = blockIdx.x * kColumns<kElems> + threadIdx.x % kLanes<kElems> * kElems;
+  const int column =
+      blockIdx.x * Shape<kElems, kX>::kColumns + threadIdx.x % Shape<kElems, kX>::kLanes * kElems;
   return column < features ? column : -1;
 }
 
 // The same where half of the block's columns are of gate, and half are of up, `width` further on.
-template <int kElems>
+template <int kElems, int kX>
 __device__ __forceinline__ int gate_and_up_columns(int width) {
-  constexpr int kHalf = kColumns<kElems> / 2;
-  const int place = threadIdx.x % kLanes<kElems> * kElems, column = blockIdx.x * kHalf + place % kHalf;
+  constexpr int kHalf = Shape<kElems, kX>::kColumns / 2;
+  const int place = threadIdx.x % Shape<kElems, kX>::kLanes * kElems,
+            column = blockIdx.x * kHalf + place % kHalf;
   return column < width ? column + (place < kHalf ? 0 : width) : -1;
 }
 
@@ -79,7 +80,8 @@ __device__ __forceinline__ void sum_columns(const ExpertStack& stack, const Expe
                                             ColumnSums<kElems, kX>& sums) {
   using C = Chunk<T, kElems>;
   using X = Chunk<T, kVecElems<T>>;
-  constexpr int kSide = kLanes<kElems>, kSlots = kThreads / kSide, kStep = kSlots * kUnroll;
+  constexpr int kSide = Shape<kElems, kX>::kLanes, kSlots = Shape<kElems, kX>::kThreads / kSide,
+                kStep = kSlots * kUnroll;
   constexpr int kXChunks = kUnroll / kVecElems<T>;  // 16-byte pieces of one x row's kUnroll elements
   constexpr bool kPiecesOfX = kX == 1 && kElems > 1;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -171,8 +173,9 @@ __device__ __forceinline__ float bias_of(const void* bias, int64_t i) {
 }
 
 template <class T, int kElems, int kX>
-__global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) gate_up_columns_kernel(FusedExpertsParams p) {
-  constexpr int kPairs = kColumns<kElems> / 2;
+__global__ void __launch_bounds__(Shape<kElems, kX>::kThreads, Shape<kElems, kX>::kMinBlocks)
+    gate_up_columns_kernel(FusedExpertsParams p) {
+  constexpr int kPairs = Shape<kElems, kX>::kColumns / 2;
   __shared__ ColumnSums<kElems, kX> sums;
   // The next kernels read choices before they wait: they may only start once the one that made them is
   // complete.
@@ -182,10 +185,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) gate_up_columns_kern
   const auto x_row = [&](int m) {
     return static_cast<const T*>(p.x) + int64_t(work.first_row + m) * p.hidden_size;
   };
-  const int column =
-      p.concatenated ? gate_and_up_columns<kElems>(p.width) : neighboring_columns<kElems>(2 * p.width);
+  const int column = p.concatenated ? gate_and_up_columns<kElems, kX>(p.width)
+                                    : neighboring_columns<kElems, kX>(2 * p.width);
   sum_columns<T, kElems, kX, false>(p.gate_up, work, p.hidden_size, column, x_row, sums);
-  for (int i = threadIdx.x; i < kX * kPairs; i += kThreads) {
+  for (int i = threadIdx.x; i < kX * kPairs; i += Shape<kElems, kX>::kThreads) {
     const int m = i / kPairs, pair = i % kPairs, feature = blockIdx.x * kPairs + pair;
     if (sums.source[m] < 0 || feature >= p.width) continue;
     const int step = p.concatenated ? 1 : 2;
@@ -202,7 +205,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) gate_up_columns_kern
 }
 
 template <class T, int kElems, int kX>
-__global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) down_columns_kernel(FusedExpertsParams p) {
+__global__ void __launch_bounds__(Shape<kElems, kX>::kThreads, Shape<kElems, kX>::kMinBlocks)
+    down_columns_kernel(FusedExpertsParams p) {
   __shared__ ColumnSums<kElems, kX> sums;
   allow_next_kernel();
   const ExpertWork<kX> work = find_work<kX>(p, threadIdx.x % kWarpSize);
@@ -211,11 +215,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) down_columns_kernel(
     const int64_t pair = int64_t(work.first_row + m) * p.top_k + work.source[m];
     return static_cast<const T*>(p.hidden) + pair * p.width;
   };
-  const int column = neighboring_columns<kElems>(p.hidden_size);
+  const int column = neighboring_columns<kElems, kX>(p.hidden_size);
   sum_columns<T, kElems, kX, true>(p.down, work, p.width, column, x_row, sums);
-  for (int i = threadIdx.x; i < kX * kColumns<kElems>; i += kThreads) {
-    const int m = i / kColumns<kElems>, place = i % kColumns<kElems>;
-    const int output = blockIdx.x * kColumns<kElems> + place;
+  for (int i = threadIdx.x; i < kX * Shape<kElems, kX>::kColumns; i += Shape<kElems, kX>::kThreads) {
+    const int m = i / Shape<kElems, kX>::kColumns, place = i % Shape<kElems, kX>::kColumns;
+    const int output = blockIdx.x * Shape<kElems, kX>::kColumns + place;
     if (sums.source[m] < 0 || output >= p.hidden_size) continue;
     const int64_t pair = int64_t(work.first_row + m) * p.top_k + sums.source[m];
     p.products[pair * p.hidden_size + output] = sums(m, place);
@@ -224,10 +228,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kX>) down_columns_kernel(
 
 // blockIdx.y: row of x.
 template <class T>
-__global__ void __launch_bounds__(kThreads) add_choices_kernel(FusedExpertsParams p) {
+__global__ void __launch_bounds__(kAddThreads) add_choices_kernel(FusedExpertsParams p) {
   __shared__ int64_t experts[kMaxTopK];
   __shared__ float weights[kMaxTopK];
-  const int m = blockIdx.y, output = blockIdx.x * kThreads + threadIdx.x;
+  const int m = blockIdx.y, output = blockIdx.x * kAddThreads + threadIdx.x;
   allow_next_kernel();
   if (threadIdx.x < p.top_k) {
     experts[threadIdx.x] = choice(p, m, threadIdx.x);
@@ -253,10 +257,10 @@ __global__ void __launch_bounds__(kThreads) add_choices_kernel(FusedExpertsParam
 
 template <class T, int kElems, int kX>
 void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
-  constexpr int kBlock = kColumns<kElems>;
-  const dim3 grid = expert_grid(p, 2 * p.width, kBlock), block(kThreads);
-  const dim3 down_grid = expert_grid(p, p.hidden_size, kBlock);
-  const dim3 add_grid((p.hidden_size + kThreads - 1) / kThreads, p.rows);
+  using S = Shape<kElems, kX>;
+  const dim3 grid = expert_grid(p, 2 * p.width, S::kColumns), block(S::kThreads);
+  const dim3 down_grid = expert_grid(p, p.hidden_size, S::kColumns);
+  const dim3 add_grid((p.hidden_size + kAddThreads - 1) / kAddThreads, p.rows), add_block(kAddThreads);
   const size_t smem_bytes = 0;
   HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_columns_kernel<T, kElems, kX>, grid, block, smem_bytes,
                                              stream, p.programmatic_launch, p));
@@ -264,7 +268,7 @@ void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
   HF_FASTPATH_CUDA_CHECK(
       launch_programmatic(down_columns_kernel<T, kElems, kX>, down_grid, block, smem_bytes, stream, true, p));
   HF_FASTPATH_CUDA_CHECK(
-      launch_programmatic(add_choices_kernel<T>, add_grid, block, smem_bytes, stream, true, p));
+      launch_programmatic(add_choices_kernel<T>, add_grid, add_block, smem_bytes, stream, true, p));
 }
 
 template <class T, int kElems>
