@@ -7,9 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM
-
-from hf_fastpath.bench import shapes
 from hf_fastpath.check import several_gpus
 
 DATA = Path(__file__).resolve().parent.parent / "benchmarks" / "data"
@@ -107,7 +104,7 @@ MACHINES = {
         (Work(MISTRAL, "fp16", 128), *(Work(model, "bf16", 128) for model in MODELS)),
     ),
     "models on AMD EPYC": Machine(
-        "AMD EPYC, 2 threads", ("generate_epyc.csv",), tuple(Work(model, "bf16", 32) for model in CUT_MODELS)
+        "AMD EPYC, 2 threads", ("models_epyc.csv",), tuple(Work(model, "bf16", 32) for model in CUT_MODELS)
     ),
     "Intel Xeon": Machine(
         "Intel(R) Xeon(R) Processor, 2 threads",
@@ -252,18 +249,15 @@ def over_gpus() -> str:
     """Return the table of tensor parallel decoding, beside what ``check/several_gpus.py`` predicts."""
     with (DATA / "ranks_h100.csv").open(newline="") as file:
         last = {tuple(row[key] for key in _RANKED): row for row in csv.DictReader(file)}
-    names = {model.label: name for name, model in shapes.MODELS.items()}
     lines = []
     for row in sorted(last.values(), key=lambda row: (*(row[key] for key in _RANKED[:2]), *map(int, _numbers(row)))):
         layers, context, gpus = map(int, _numbers(row))
-        with shapes.no_model():
-            config = shapes.shape(names[row["model"]]).with_layers(layers).build_config()
-            model = AutoModelForCausalLM.from_config(config)
         speed, bandwidth = float(row["tok_s"]), 1e9 * float(row["r_gb_s"])
         read = float(row["percent_of_nr"]) / 100 * gpus * bandwidth / speed  # by all GPUs for a token
         counts = (gpus, PREDICTED_GPUS) if gpus == PREDICTED_GPUS // 2 and context == 128 else (gpus,)
         for count in counts:
-            seconds = several_gpus.spread(model, count).seconds(read / count, bandwidth, layers)
+            sums = 2 * layers + 2  # of a Llama: two a layer, the embedding's, and the head's gather
+            seconds = several_gpus.Spread(count, 1.0, sums).seconds(read / count, bandwidth, layers)
             stock = _digits(float(row["stock_tok_s"])) if row["stock_tok_s"] else ""
             measured = (stock, f"**{_digits(speed)}**", row["percent_of_nr"]) if count == gpus else ("", "", "")
             commit = row["commit"] if count == gpus else "predicted"

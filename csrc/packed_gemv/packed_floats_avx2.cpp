@@ -61,13 +61,15 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
   constexpr int kMost = Vector8::kRows;
   alignas(32) float weights[kS][kBlocks * kPackedBlock];
-  TileRows<F32, kS> dequantized[kBlocks];  // a block is summed by itself: fewer roundings follow each other
+  TileRows<F32, kS> dequantized[kBlocks];  // blocks are summed in turns: fewer roundings follow each other
   for (int i = 0; i < kBlocks; ++i) {
     for (int r = 0; r < kS; ++r) dequantized[i].row[r] = weights[r] + i * kPackedBlock;
   }
-  __m256 total[kS * kDequantizedRows];
-  for (int r = 0; r < kS; ++r) {
-    for (int64_t m = 0; m < args.rows; ++m) total[r * kDequantizedRows + m] = _mm256_setzero_ps();
+  __m256 total[kBlocks][kS * kDequantizedRows];
+  for (auto& each : total) {
+    for (int r = 0; r < kS; ++r) {
+      for (int64_t m = 0; m < args.rows; ++m) each[r * kDequantizedRows + m] = _mm256_setzero_ps();
+    }
   }
   const int64_t ahead = read_ahead_bytes(), width = args.blocks * kPackedBlock;
   const int64_t groups = (args.rows + kMost - 1) / kMost;
@@ -82,7 +84,7 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
       const int64_t rows = (args.rows - m + groups - g - 1) / (groups - g);
       for (int64_t i = 0; i < blocks; ++i) {
         accumulate_rows<Vector8, F32, kS, kMost, kDequantizedRows>(
-            rows, dequantized[i], x + i * kPackedBlock + m * width, width, kPackedBlock, 0, total + m);
+            rows, dequantized[i], x + i * kPackedBlock + m * width, width, kPackedBlock, 0, total[i] + m);
       }
       m += rows;
     }
@@ -90,7 +92,8 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
   for (int r = 0; r < kS; ++r) {
     const float scale = kFormat == PackedFormat::kFp8 ? half_to_float(row[r].scales[0]) * 256.0f : 1.0f;
     for (int64_t m = 0; m < args.rows; ++m) {
-      y[r][m * kRun] = horizontal_sum(total[r * kDequantizedRows + m]) * scale;
+      const int64_t place = r * kDequantizedRows + m;
+      y[r][m * kRun] = horizontal_sum(_mm256_add_ps(total[0][place], total[1][place])) * scale;
     }
   }
 }

@@ -26,9 +26,9 @@ MISFITS = (RuntimeError, TypeError, KeyError, NotImplementedError, ValueError)
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """Draw the same random numbers on the CPU in each such ``with`` block, and leave the generator as it was."""
+    """Draw the same random numbers on the CPU in each such ``with`` block, and leave all generators as they were."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed() would seed GPUs, too
         yield
 
 

@@ -34,6 +34,7 @@ from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.part import Recorded
 from hf_fastpath.recording.passes import passed
+from hf_fastpath.recording.probing import seeded
 from hf_fastpath.recording.recording import Unrecordable
 from hf_fastpath.recording.skeleton import Skeleton
 from hf_fastpath.recording.step import record
@@ -421,3 +422,14 @@ def test_a_class_of_the_users_is_recorded_as_it_is():
     ops = [call.op for call in record(Skeleton(model), 1, 1).calls]
     stock = [call.op for call in record(Skeleton(small_model("glm4")), 1, 1).calls]
     assert len(ops) == len(stock) + 1
+
+
+def test_probing_leaves_all_generators_as_they_were(monkeypatch):
+    """torch.manual_seed() seeds the generators of GPUs as well, which only a fork of these would bring back."""
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("all generators were seeded"))
+    before = torch.get_rng_state()
+    with seeded():
+        one = torch.randn(3)
+    with seeded():
+        assert torch.equal(torch.randn(3), one)
+    assert torch.equal(torch.get_rng_state(), before)
