@@ -26,7 +26,7 @@ from hf_fastpath.reasons import REASONS
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # when the file is loaded by its path, as tests do
-from measured_tables import MACHINES, markdown_table, measured, over_gpus  # noqa: E402
+from measured_tables import MACHINES, encoder_decoders, markdown_table, measured, over_gpus  # noqa: E402
 
 GOLDEN = DOCS / "data" / "golden.csv"
 TYPES = DOCS / "data" / "recorded_types.csv"
@@ -225,7 +225,10 @@ OF_MODELS = [name for name in MACHINES if name.startswith("models on ")]
 #: page -> name of a generated part -> function that makes the part
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"sizes": sizes},
-    "model-speeds.md": {name: partial(measured, name) for name in OF_MODELS},
+    "model-speeds.md": {
+        **{name: partial(measured, name) for name in OF_MODELS},
+        "encoder-decoders": encoder_decoders,
+    },
     "performance.md": {
         **{name: partial(measured, name) for name in MACHINES if name not in OF_MODELS},
         "several GPUs": over_gpus,

@@ -54,7 +54,7 @@ MISTRAL, TINY, GPT2, LLAMA = "Mistral-7B", "TinyLlama-1.1B", "GPT-2 124M", "Llam
 MODELS = (
     *("GLM-4-9B", "Gemma-2-2B", "Gemma-3-4B", "Command-R7B", "OLMo-2-7B"),
     *("Mixtral-8x7B, 20 layers", "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B"),
-    *("Qwen3.5-4B", "Granite-4.0-H-Micro", "LFM2-1.2B", "DeepSeek-V2-Lite"),
+    *("Qwen3.5-4B", "Granite-4.0-H-Micro", "LFM2-1.2B", "DeepSeek-V2-Lite", "XLM-RoBERTa-XL"),
 )
 CUT_MODELS = (
     "Gemma-3-4B, 30 layers",
@@ -269,3 +269,28 @@ def over_gpus() -> str:
 
 def _numbers(row: dict[str, str]) -> tuple[str, ...]:
     return tuple(row[key] for key in _RANKED[2:])
+
+
+# ---- encoder-decoders ---------------------------------------------------------------------------------------
+
+
+def encoder_decoders() -> str:
+    """Return the table of encoder-decoders on an H100."""
+    with (DATA / "encoder_decoders_h100.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = [
+        (
+            *(
+                row["size"],
+                row["batch"],
+                _digits(float(row["stock_tok_s"])),
+                f"**{_digits(float(row['ours_tok_s']))}**",
+            ),
+            *(_digits(float(row[name])) for name in ("times_stock", "call_times_stock", "patch_s", "first_s")),
+            row["commit"],
+        )
+        for row in rows
+    ]
+    heads = ("model", "batch", "stock", "ours", "ratio", "ratio of calls", "patch(), s", "first call, s", "commit")
+    versions = f"torch {rows[-1]['torch']}, transformers {rows[-1]['transformers']}"
+    return f"{markdown_table(heads, lines)}\n\n{rows[-1]['device']}; {versions}; bfloat16; {rows[-1]['date']}."

@@ -83,6 +83,8 @@ _AT_MOST = {
         (2, "n_groups mamba_n_groups mamba_ngroups linear_num_key_heads linear_num_heads decoder_sparse_step"),
     )
 }
+#: numbers of layers; ``num_hidden_layers`` may be the encoder's, which transformers takes for its cache
+_LAYERS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
 #: lists with an entry for every layer
 _BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 #: layers of the twin at least, and at most if a list of layers is cut
@@ -153,7 +155,8 @@ def twin_config(config):
     sizes = _TWIN | (_ENCODER_DECODER if vars(small).get("is_encoder_decoder") else {})
     entries = [(name, value, None) for name, value in sizes.items()]
     entries += [(name, size, size) for size, names in _AT_MOST.items() for name in names]
-    for name, value, most in (*entries, ("num_hidden_layers", len(kept), None)):
+    entries += [(name, len(kept), None) for name in _LAYERS]
+    for name, value, most in entries:
         is_derived = isinstance(getattr(type(small), name, None), property)
         if name == "head_dim" and "qk_rope_head_dim" in known:
             continue  # of attention over a latent, the part of a head that is turned

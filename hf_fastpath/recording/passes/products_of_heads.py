@@ -80,7 +80,8 @@ def _is_over_tokens(recording: Recording, input, weight, stride, padding, dilati
 
 
 def _is_of_heads(value: Any) -> bool:
-    """Whether a value is a matrix for each head, and the same for all sequences: [heads, 1, outputs, inputs]."""
+    """Whether a value is a matrix for each head, and the same for all sequences: [heads, 1, outputs, inputs]. Single
+    columns are none: rotary modules multiply frequencies by positions in that form."""
     if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.shape[1] != 1 or value.stride(3) != 1:
         return False
-    return value.dtype in FLOAT_DTYPES
+    return value.dtype in FLOAT_DTYPES and value.shape[3] > 1
