@@ -10,7 +10,7 @@ import torch
 from ..decode.named_calls import Call, Register
 from .passes.lengths import at_position
 from .probing import MISFITS, evaluate
-from .recording import Recording, read_by
+from .recording import Recording, behind, read_by
 
 _aten = torch.ops.aten
 
@@ -35,12 +35,11 @@ class PositionTable:
 
 def position_tables(recording: Recording) -> Iterator[PositionTable]:
     """Yield the tables of positions that a step reads."""
-    producers = recording.producers()
     for call in recording.calls:
         table, rows = _looked_up(call)
         if not isinstance(table, torch.Tensor) or table.dim() != 2 or not isinstance(rows, Register):
             continue
-        calls = _behind(recording, producers, rows)
+        calls = _made_of_positions(recording, rows)
         if calls is None:
             continue
         try:
@@ -63,19 +62,16 @@ def _looked_up(call: Call) -> tuple[object, object]:
     return None, None
 
 
-def _behind(recording: Recording, producers: dict[int, Call], rows: Register) -> list[Call] | None:
+def _made_of_positions(recording: Recording, rows: Register) -> list[Call] | None:
     """Return the calls that make ``rows`` of tokens and positions, in order; None if these read more."""
-    wanted, waiting, given = set(), [rows], {recording.tokens.index, recording.positions.index}
-    while waiting:
-        register = waiting.pop()
-        if register.index in given or register.index in wanted:
-            continue
-        call = producers.get(register.index)
-        if call is None or any(isinstance(each, torch.nn.Parameter) for each in call.arguments.values()):
+    calls = behind(recording.calls, rows)
+    known = {recording.tokens.index, recording.positions.index, *(call.out.index for call in calls)}
+    for call in calls:
+        if any(isinstance(each, torch.nn.Parameter) for each in call.arguments.values()):
             return None
-        wanted.add(register.index)
-        waiting += read_by(call)
-    return [call for call in recording.calls if call.out.index in wanted]
+        if any(each.index not in known for each in read_by(call)):
+            return None
+    return calls if rows.index in known else None
 
 
 def _row(recording: Recording, calls: list[Call], rows: Register, position: int) -> int:
