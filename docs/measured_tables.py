@@ -69,6 +69,8 @@ CUT_MODELS = (
     "LFM2-1.2B",
     "DeepSeek-V2-Lite, 7 layers",
     "Mamba2-2.7B",
+    "Granite-4.0-H-Micro, 30 layers",
+    "BlenderBot-3B",
 )
 INT8_HEAD = ("int8, int8 head", "int4_g32, int8 head")
 MACHINES = {
@@ -275,9 +277,11 @@ def _numbers(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def encoder_decoders() -> str:
-    """Return the table of encoder-decoders on an H100."""
-    with (DATA / "encoder_decoders_h100.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    """Return the table of encoder-decoders."""
+    rows = []
+    for name in ("encoder_decoders_h100.csv", "encoder_decoders_epyc.csv"):
+        with (DATA / name).open(newline="") as file:
+            rows += csv.DictReader(file)
     lines = [
         (
             *(
@@ -291,6 +295,5 @@ def encoder_decoders() -> str:
         )
         for row in rows
     ]
-    heads = ("model", "batch", "stock", "ours", "ratio", "ratio of calls", "patch(), s", "first call, s", "commit")
-    versions = f"torch {rows[-1]['torch']}, transformers {rows[-1]['transformers']}"
-    return f"{markdown_table(heads, lines)}\n\n{rows[-1]['device']}; {versions}; bfloat16; {rows[-1]['date']}."
+    made = ("stock", "ours", "ratio", "ratio of calls", "patch(), s", "first call, s", "commit")
+    return markdown_table(("model", "device", "type", "batch", *made), lines)
