@@ -1,5 +1,5 @@
 """Speed of decoding of an encoder-decoder with random weights, stock and ours in one run:
-``python benchmarks/bench_encoder_decoder.py whisper-small t5-large --csv FILE``.
+``python benchmarks/bench_encoder_decoder.py whisper-small t5-large --csv``.
 
 Sizes are those of the checkpoints that their names tell. Text is random tokens; sound is random features, 30 seconds of
 it for Whisper. The time of a call that makes a few tokens is taken off that of one that makes many, so that the encoder
@@ -10,9 +10,7 @@ that it records and captures.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch import nn
 from transformers import BartConfig, T5Config, WhisperConfig
 
 import hf_fastpath
+from hf_fastpath.bench import measure
 from hf_fastpath.compat import model_of_config
 
 #: tokens of a short call, whose time is taken off that of a long one
@@ -102,9 +101,8 @@ def measured(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
     first = seconds(model, inputs, 2, arguments.beams)
     ours = speed(model, inputs, *how)
     report = hf_fastpath.report(model)
-    return dict(
+    return measure.environment(torch.device(arguments.device)) | dict(
         size=size,
-        device=torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
         dtype=arguments.dtype,
         batch=arguments.batch,
         beams=arguments.beams,
@@ -116,8 +114,6 @@ def measured(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
         patch_s=round(patched, 2),
         first_s=round(first, 2),
         fallback_tokens=report.stats["fallback_tokens"],
-        torch=torch.__version__,
-        transformers=transformers.__version__,
     )
 
 
@@ -131,19 +127,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens that the encoder reads")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--csv", type=Path, help="table to which the rows are appended")
+    measure.add_csv_argument(parser)
     arguments = parser.parse_args()
+    path = measure.chosen_csv(arguments.csv, "encoder_decoders", torch.device(arguments.device))
     transformers.logging.set_verbosity_error()
     for size in arguments.sizes:
         row = measured(size, arguments)
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        if arguments.csv is not None:
-            is_new = not arguments.csv.exists()
-            with arguments.csv.open("a", newline="") as file:
-                writer = csv.DictWriter(file, list(row), lineterminator="\n")
-                if is_new:
-                    writer.writeheader()
-                writer.writerow(row)
+        if path is not None:
+            measure.append_csv(path, [row])
 
 
 if __name__ == "__main__":

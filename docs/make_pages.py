@@ -5,7 +5,6 @@ Such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -
 
 from __future__ import annotations
 
-import csv
 import importlib
 import re
 import sys
@@ -26,7 +25,7 @@ from hf_fastpath.reasons import REASONS
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # when the file is loaded by its path, as tests do
-from measured_tables import MACHINES, encoder_decoders, markdown_table, measured, over_gpus  # noqa: E402
+from measured_tables import MACHINES, encoder_decoders, markdown_table, measured, over_gpus, rows_of  # noqa: E402
 
 GOLDEN = DOCS / "data" / "golden.csv"
 TYPES = DOCS / "data" / "recorded_types.csv"
@@ -66,8 +65,7 @@ def golden_matrix() -> str:
     Raises:
         ValueError: an architecture has no figures.
     """
-    with GOLDEN.open(newline="") as file:
-        recorded = list(csv.DictReader(file))
+    recorded = rows_of(GOLDEN)
     missing = {architecture.name for architecture in architectures()} - {row["architecture"] for row in recorded}
     if missing:
         raise ValueError(f"{GOLDEN.name} has no figures of {', '.join(sorted(missing))}: run `{RECORD}`")
@@ -100,14 +98,9 @@ def _is_fast(row: dict[str, str]) -> bool:
     return row["how"] != "stock" and row["tokens"] == "equal"
 
 
-def _types() -> list[dict[str, str]]:
-    with TYPES.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def type_counts() -> str:
     """How many causal-LM types are fast, by what their caches hold."""
-    recorded = _types()
+    recorded = rows_of(TYPES)
     groups: dict[str, list[dict[str, str]]] = {kind: [] for kind in _KINDS}
     for row in recorded:
         groups[row["kind"]].append(row)
@@ -125,43 +118,34 @@ def type_counts() -> str:
 
 def fast_types() -> str:
     """Every causal-LM type that decodes by a plan: how, and what PyTorch runs in the step."""
-    rows = [row for row in _types() if _is_fast(row)]
+    rows = [row for row in rows_of(TYPES) if _is_fast(row)]
     lines = [(f"`{row['model_type']}`", row["how"], row["left"].replace("; ", ", ")) for row in rows]
     return markdown_table(("type", "how", "PyTorch's calls"), lines)
 
 
-def multimodal_types() -> str:
-    """Every type that reads images or sound: how it decodes, what was compared, and why it runs stock code."""
-    with (DOCS / "data" / "multimodal_types.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    lines = []
-    for row in rows:
-        compared = ("text, images or sound" if row["kind"] else "text") if _is_fast(row) else ""
-        reason = row["reason"] or ("" if _is_fast(row) else f"its tokens: {row['tokens']}")
-        lines.append((f"`{row['model_type']}`", row["how"], compared, reason.replace("|", "\\|")))
-    fast = sum(map(_is_fast, rows))
-    count = f"{fast} of {len(rows)} types decode in our loop."
-    return f"{count}\n\n" + markdown_table(("type", "how", "compared prompts", "why"), lines)
+def _types_around(name: str, compared: str, more: str, with_left: bool) -> str:
+    """Return a table of the types in a file of ``docs/data``: how each decodes, and why it runs stock code.
 
-
-def encoder_decoder_types() -> str:
-    """Every encoder-decoder type: how it decodes, what was compared, and why it runs stock code."""
-    with (DOCS / "data" / "encoder_decoder_types.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    lines = []
+    Args:
+        name: the file.
+        compared, more: what was compared for a type without a kind, and for one that has a kind.
+        with_left: whether a column has the calls that are PyTorch's.
+    """
+    rows, lines = rows_of(DOCS / "data" / name), []
     for row in rows:
-        compared = ("texts and outputs" if row["kind"] else "outputs") if _is_fast(row) else ""
-        reason = row["reason"] or ("" if _is_fast(row) else f"its tokens: {row['tokens']}")
-        left = row["left"].replace("; ", ", ")
-        lines.append((f"`{row['model_type']}`", row["how"], compared, left, reason.replace("|", "\\|")))
-    fast = sum(map(_is_fast, rows))
-    count = f"{fast} of {len(rows)} types decode in our loop."
-    return f"{count}\n\n" + markdown_table(("type", "how", "compared", "PyTorch's calls", "why"), lines)
+        is_fast = _is_fast(row)
+        left = [row["left"].replace("; ", ", ")] if with_left else []
+        reason = row["reason"] or ("" if is_fast else f"its tokens: {row['tokens']}")
+        shown = (more if row["kind"] else compared) if is_fast else ""
+        lines.append((f"`{row['model_type']}`", row["how"], shown, *left, reason.replace("|", "\\|")))
+    count = f"{sum(map(_is_fast, rows))} of {len(rows)} types decode in our loop."
+    heads = ("compared", "PyTorch's calls") if with_left else ("compared prompts",)
+    return f"{count}\n\n" + markdown_table(("type", "how", *heads, "why"), lines)
 
 
 def stock_types() -> str:
     """Every causal-LM type that runs stock code, and why."""
-    rows = [row for row in _types() if not _is_fast(row)]
+    rows = [row for row in rows_of(TYPES) if not _is_fast(row)]
     lines = []
     for row in rows:
         reason = row["reason"] or f"its tokens: {row['tokens']}"
@@ -240,8 +224,10 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "type counts": type_counts,
         "fast types": fast_types,
         "stock types": stock_types,
-        "multimodal types": multimodal_types,
-        "encoder-decoder types": encoder_decoder_types,
+        "multimodal types": partial(_types_around, "multimodal_types.csv", "text", "text, images or sound", False),
+        "encoder-decoder types": partial(
+            _types_around, "encoder_decoder_types.csv", "outputs", "texts and outputs", True
+        ),
         "golden matrix": golden_matrix,
     },
 }

@@ -12,6 +12,12 @@ from hf_fastpath.check import several_gpus
 DATA = Path(__file__).resolve().parent.parent / "benchmarks" / "data"
 
 
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, by the names of its columns."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table of text."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
@@ -147,8 +153,7 @@ def _rows_of(machine: Machine) -> list[dict[str, str]]:
     """Return the rows of a machine from all its files, in the order of their dates."""
     rows = []
     for name in machine.files:
-        with (DATA / name).open(newline="") as file:
-            rows += [row | {"file": name} for row in csv.DictReader(file) if row["device"] == machine.device]
+        rows += [row | {"file": name} for row in rows_of(DATA / name) if row["device"] == machine.device]
     return sorted(rows, key=lambda row: row["date"])
 
 
@@ -249,8 +254,7 @@ _RANKED = ("model", "weights", "layers", "context", "ranks")
 
 def over_gpus() -> str:
     """Return the table of tensor parallel decoding, beside what ``check/several_gpus.py`` predicts."""
-    with (DATA / "ranks_h100.csv").open(newline="") as file:
-        last = {tuple(row[key] for key in _RANKED): row for row in csv.DictReader(file)}
+    last = {tuple(row[key] for key in _RANKED): row for row in rows_of(DATA / "ranks_h100.csv")}
     lines = []
     for row in sorted(last.values(), key=lambda row: (*(row[key] for key in _RANKED[:2]), *map(int, _numbers(row)))):
         layers, context, gpus = map(int, _numbers(row))
@@ -278,10 +282,8 @@ def _numbers(row: dict[str, str]) -> tuple[str, ...]:
 
 def encoder_decoders() -> str:
     """Return the table of encoder-decoders."""
-    rows = []
-    for name in ("encoder_decoders_h100.csv", "encoder_decoders_epyc.csv"):
-        with (DATA / name).open(newline="") as file:
-            rows += csv.DictReader(file)
+    names = ("encoder_decoders_h100.csv", "encoder_decoders_epyc.csv")
+    rows = [row for name in names for row in rows_of(DATA / name)]
     lines = [
         (
             *(row["size"], row["device"].removesuffix(" 80GB HBM3"), row["dtype"], row["batch"]),
