@@ -118,6 +118,7 @@ REFERENCE_NAMES = {
     "selective_state_step": "state update",
     "gated_rms_norm": "RMSNormGated",
     "head_products": "matmul",
+    "router_logits": "casts, F.linear",
     "latent_attention": "rope, products, softmax",
 }
 #: op -> {name of an alternative: function of a Sample}

@@ -399,6 +399,16 @@ def latent_call(name: str, heads: int, rank: int, rope_dim: int, length: int, ba
     return Call(name, arguments)
 
 
+def router_logits_call(name: str, num_experts: int, hidden_size: int) -> Call:
+    """Make a call for one row."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        x, weight = (torch.randn(rows, hidden_size, device=device, dtype=dtype) for rows in (1, num_experts))
+        return Sample(x, weight * hidden_size**-0.5, True)
+
+    return Call(name, arguments)
+
+
 def head_products_call(name: str, heads: int, keys: int, values: int, rank: int, transposed: bool) -> Call:
     """Make a call over the rows of keys, or of values, in a weight that holds both for each head."""
 

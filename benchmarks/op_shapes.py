@@ -28,6 +28,7 @@ from op_calls import (
     race_call,
     rope_call,
     router_call,
+    router_logits_call,
     sample_of,
     state_space_call,
     step_call,
@@ -260,6 +261,10 @@ SHAPES: dict[str, list[Call]] = {
         *(latent_call(f"deepseek-v2-lite {n}", 16, 512, 64, n) for n in (128, 1024, 4096)),
         latent_call("deepseek-v3 128 heads, 4096", 128, 512, 64, 4096),
         latent_call("minicpm3 4096", 40, 256, 32, 4096),
+    ],
+    "router_logits": [
+        router_logits_call("deepseek-v2-lite 64 experts", 64, 2048),
+        router_logits_call("deepseek-v3 256 experts", 256, 7168),
     ],
     "head_products": [
         head_products_call("deepseek-v2-lite queries", 16, 128, 128, 512, True),

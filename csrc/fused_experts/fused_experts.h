@@ -24,8 +24,8 @@ struct FusedExpertsParams {
   const void* x;                // [rows, hidden_size], contiguous
   const int64_t* expert_ids;    // [rows, top_k]; one outside of [0, num_experts) adds nothing
   const float* expert_weights;  // [rows, top_k]
-  const void* logits;        // [num_experts] of x's type: a router's scores of the only row, whose choice the
-                             // kernels make instead, as topk_softmax; or null; see takes_row
+  const void* logits;        // [num_experts]: a router's scores of the only row, whose choice the kernels
+                             // make instead, as topk_softmax; or null; see takes_row
   ExpertStack gate_up;       // rows: gate [width], from up_row on up [width]; columns [hidden_size]
   ExpertStack down;          // rows [hidden_size], columns [width]
   const void* gate_up_bias;  // [num_experts, 2 * width], contiguous, or null; null unless transposed
@@ -37,7 +37,7 @@ struct FusedExpertsParams {
   int64_t num_experts;
   int rows, top_k, hidden_size, width;
   int up_row;  // width; 0 without a gate, whose place up takes
-  DType dtype;
+  DType dtype, logits_dtype;
   Activation activation;
   bool clamped;  // gate * sigmoid(alpha * gate) * (up + 1) instead, of values clamped to `limit`
   float alpha, limit;

@@ -20,11 +20,13 @@ __device__ __forceinline__ Choice only_choice(const FusedExpertsParams& p, int l
     return {static_cast<int>(choice(p, 0, lane)), weight};
   }
   static_assert(kMostRouted == kFewLogits * kWarpSize, "choose() takes them all");
+  const bool is_wide = p.logits_dtype != p.dtype;  // float32: router_logits
   const auto logit = [&](int i) {
+    if (is_wide) return Chunk<float, 1>::load_l2(static_cast<const float*>(p.logits) + i);
     return to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(p.logits) + i));
   };
   Choice mine = choose<kFewLogits>(logit, static_cast<int>(p.num_experts), p.top_k, p.normalized, lane);
-  if (p.rounded) mine.weight = to_float(from_float<T>(mine.weight));
+  if (p.rounded && !is_wide) mine.weight = to_float(from_float<T>(mine.weight));
   return mine;
 }
 

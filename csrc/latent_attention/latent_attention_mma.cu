@@ -66,6 +66,34 @@ __device__ __forceinline__ void load_tile(const LatentAttentionParams& p, const 
   commit_copies();
 }
 
+// The chunk of a rotary part from element e on, turned if there are angles; all accesses are whole.
+template <class T>
+__device__ __forceinline__ void turned_chunk(const LatentAttentionParams& p, int row, const T* x, int e,
+                                             float (&values)[kChunkElems]) {
+  using C = Chunk<T, kChunkElems>;
+  if (!p.cos.data) return C::unpack(C::load_l2(x + e), values);
+  const int half = static_cast<int>(p.rope_dim) / 2, pair = e < half ? e : e - half;
+  const bool neighbors = p.rotation == Rotation::kNeighbors, first = e < half;
+  const bool apart = p.rotation == Rotation::kHalves;
+  // Two chunks with the low and high elements of the pairs, or with whole pairs.
+  const int low = neighbors ? e : apart ? pair : 2 * pair;
+  const int high = neighbors ? e : apart ? pair + half : 2 * pair + kChunkElems;
+  float a[kChunkElems], b[kChunkElems], cos[kChunkElems], sin[kChunkElems];
+  C::unpack(C::load_l2(x + low), a), C::unpack(C::load_l2(x + high), b);
+  C::unpack(C::load_l2(head_of<T>(p.cos, row, 0) + e), cos);
+  C::unpack(C::load_l2(head_of<T>(p.sin, row, 0) + e), sin);
+#pragma unroll
+  for (int i = 0; i < kChunkElems; ++i) {
+    constexpr int kHalf = kChunkElems / 2;
+    const float of_pairs = i < kHalf ? a[2 * i % kChunkElems] : b[2 * i % kChunkElems];
+    const float behind = i < kHalf ? a[2 * i % kChunkElems + 1] : b[2 * i % kChunkElems + 1];
+    const float lower = apart ? a[i] : of_pairs, upper = apart ? b[i] : behind;
+    float own = first ? lower : upper, other = first ? -upper : lower;
+    if (neighbors) own = a[i], other = i % 2 == 0 ? -a[i ^ 1] : a[i ^ 1];
+    values[i] = fmaf(other, sin[i], own * cos[i]);
+  }
+}
+
 // Puts the position that this call appends, if it is one of those, into their tile, and into the cache if
 // `appends`.
 template <class T, int kRank, int kRope>
@@ -76,15 +104,14 @@ __device__ __forceinline__ void put_newest(const LatentAttentionParams& p, const
   static_assert(L::kChunks <= kThreads, "a thread takes a chunk");
   const int r = range.last - 1 - position, chunk = threadIdx.x, e = chunk * kChunkElems;
   if (!p.new_latent.data || r < 0 || r >= kTile || range.last > end || chunk >= L::kChunks) return;
-  float values[kChunkElems];
+  uint4 raw;
   if (e < kRank) {
-    const T* from = head_of<T>(p.new_latent, row, 0) + e;
-#pragma unroll
-    for (int i = 0; i < kChunkElems; ++i) values[i] = load_float_l2(from + i);
+    raw = C::load_l2(head_of<T>(p.new_latent, row, 0) + e);
   } else {
-    turned(p, row, head_of<T>(p.new_rope, row, 0), e - kRank, values);
+    float values[kChunkElems];
+    turned_chunk(p, row, head_of<T>(p.new_rope, row, 0), e - kRank, values);
+    raw = C::pack(values);
   }
-  const uint4 raw = C::pack(values);
   *reinterpret_cast<uint4*>(tile + L::at(r, chunk)) = raw;
   if (!appends) return;
   const int64_t slot = int64_t(row) * range.capacity + range.last - 1;
@@ -93,10 +120,10 @@ __device__ __forceinline__ void put_newest(const LatentAttentionParams& p, const
   *reinterpret_cast<uint4*>(to) = raw;
 }
 
-// Brings the queries on their way, those of no head as zeros. `whole`: they lie at whole chunks.
+// Brings the queries on their way, those of no head as zeros.
 template <class T, int kRank, int kRope>
 __device__ __forceinline__ void load_queries(const LatentAttentionParams& p, int row, int first_head,
-                                             bool whole, unsigned char* queries) {
+                                             unsigned char* queries) {
   using L = Layout<kRank, kRope>;
   using C = Chunk<T, kChunkElems>;
   constexpr int kPlain = kRank / kChunkElems, kTurned = L::kChunks - kPlain;
@@ -104,29 +131,22 @@ __device__ __forceinline__ void load_queries(const LatentAttentionParams& p, int
     const int r = i / kPlain, chunk = i % kPlain;
     const bool present = first_head + r < p.heads;
     const T* from = head_of<T>(p.q_latent, row, present ? first_head + r : first_head) + chunk * kChunkElems;
-    if (whole) {
-      copy_async(queries + L::at(r, chunk), from, present);
-      continue;
-    }
-    float values[kChunkElems];
-#pragma unroll
-    for (int e = 0; e < kChunkElems; ++e) values[e] = load_float_l2(from + e);
-    *reinterpret_cast<uint4*>(queries + L::at(r, chunk)) = present ? C::pack(values) : C::zero();
+    copy_async(queries + L::at(r, chunk), from, present);
   }
   commit_copies();
   for (int i = threadIdx.x; i < kRows * kTurned; i += kThreads) {
     const int r = i / kTurned, chunk = i % kTurned;
     const bool present = first_head + r < p.heads;
     float values[kChunkElems];
-    turned(p, row, head_of<T>(p.q_rope, row, present ? first_head + r : first_head), chunk * kChunkElems,
-           values);
+    turned_chunk(p, row, head_of<T>(p.q_rope, row, present ? first_head + r : first_head),
+                 chunk * kChunkElems, values);
     *reinterpret_cast<uint4*>(queries + L::at(r, kPlain + chunk)) = present ? C::pack(values) : C::zero();
   }
 }
 
 // Lane 4 * g + q: g and q as in common/mma.cuh.
 template <class T, int kRank, int kRope>
-__global__ void __launch_bounds__(kThreads) latent_mma_kernel(LatentSplits s, bool whole) {
+__global__ void __launch_bounds__(kThreads) latent_mma_kernel(LatentSplits s) {
   using L = Layout<kRank, kRope>;
   constexpr int kGroups = kRank / (64 * kWarps);  // of 64 elements, a warp's
   static_assert(kGroups * 64 * kWarps == kRank && L::kWidth % 32 == 0, "warps share the elements evenly");
@@ -152,7 +172,7 @@ __global__ void __launch_bounds__(kThreads) latent_mma_kernel(LatentSplits s, bo
   if (appends && range.active == 0 && split == 0)
     append_newest<T>(p, range, row);  // no block has it in a tile
   if (!is_active) return;
-  load_queries<T, kRank, kRope>(p, row, first_head, whole, queries);
+  load_queries<T, kRank, kRope>(p, row, first_head, queries);
   put_newest<T, kRank, kRope>(p, range, row, begin, end, appends, tiles);
   put_newest<T, kRank, kRope>(p, range, row, begin + kTile, end, appends, tiles + L::kTileBytes);
   wait_for_copies<0>();
@@ -301,18 +321,13 @@ template <class T, int kRank, int kRope>
 void launch(const LatentSplits& s, cudaStream_t stream) {
   constexpr int kBytes = Layout<kRank, kRope>::kBytes;
   const LatentAttentionParams& p = s.p;
-  const auto is_whole = [](const Heads& heads) {
-    return is_aligned16(heads.data) && heads.batch_stride % kChunkElems == 0 &&
-           heads.head_stride % kChunkElems == 0;
-  };
-  const bool whole = is_whole(p.q_latent) && is_whole(p.q_rope);
   const unsigned blocks = static_cast<unsigned>((p.heads + kRows - 1) / kRows);
   const dim3 grid(s.splits, blocks, static_cast<unsigned>(p.batch)), block(kThreads);
   const bool programmatic_launch = true;  // else the kernel waits before it reads
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(latent_mma_kernel<T, kRank, kRope>,
                                               cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   HF_FASTPATH_CUDA_CHECK(launch_programmatic(latent_mma_kernel<T, kRank, kRope>, grid, block, kBytes, stream,
-                                             programmatic_launch, s, whole));
+                                             programmatic_launch, s));
 }
 
 // DeepSeek V2 and V3, Kimi, GLM-4.7-Flash; MiniCPM3.
@@ -322,6 +337,10 @@ constexpr bool is_small(const LatentAttentionParams& p) { return p.rank == 256 &
 }  // namespace
 
 bool uses_latent_mma(const LatentAttentionParams& p) {
+  for (const Heads& heads : {p.q_latent, p.q_rope, p.new_latent, p.new_rope, p.cos, p.sin}) {
+    if (!is_aligned16(heads.data) || heads.batch_stride % kChunkElems || heads.head_stride % kChunkElems)
+      return false;
+  }
   return p.dtype != DType::kFloat32 && (is_large(p) || is_small(p)) &&
          (p.kv_table || (is_aligned16(p.latents) && is_aligned16(p.rope_keys)));
 }

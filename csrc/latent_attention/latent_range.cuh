@@ -9,8 +9,8 @@
 
 namespace hf_fastpath {
 
-// Positions that are worth a block: two tiles of the tensor cores' kernel.
-constexpr int kMinLatentChunk = 64;
+// Positions that are worth a block: a tile of the tensor cores' kernel.
+constexpr int kMinLatentChunk = 32;
 
 // A cache and the positions of one sequence that are visible, cut into `active` pieces of `chunk`.
 struct LatentRange {
@@ -46,28 +46,6 @@ __device__ __forceinline__ float turned(const LatentAttentionParams& p, int row,
   const float cos = load_float_l2(head_of<T>(p.cos, row, 0) + e);
   const float sin = load_float_l2(head_of<T>(p.sin, row, 0) + e);
   return fmaf(turn.sign * load_float_l2(x + turn.other), sin, load_float_l2(x + turn.own) * cos);
-}
-
-// kCount elements from e on of such a part: their loads are under way together.
-template <class T, int kCount>
-__device__ __forceinline__ void turned(const LatentAttentionParams& p, int row, const T* x, int e,
-                                       float (&values)[kCount]) {
-  if (!p.cos.data) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = load_float_l2(x + e + i);
-    return;
-  }
-  const T *cos_row = head_of<T>(p.cos, row, 0) + e, *sin_row = head_of<T>(p.sin, row, 0) + e;
-  float own[kCount], other[kCount], cos[kCount], sin[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const Turn turn(p.rotation, e + i, static_cast<int>(p.rope_dim));
-    own[i] = load_float_l2(x + turn.own);
-    other[i] = turn.sign * load_float_l2(x + turn.other);
-    cos[i] = load_float_l2(cos_row + i), sin[i] = load_float_l2(sin_row + i);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) values[i] = fmaf(other[i], sin[i], own[i] * cos[i]);
 }
 
 // Element e of the newest position's latent (below `rank`) or key, as the cache holds it.

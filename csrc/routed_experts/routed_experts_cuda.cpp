@@ -41,8 +41,8 @@ Tensor routed_experts_cuda(const Tensor& x, const Tensor& logits, const Tensor& 
   } else if (kind != NormKind::kNone) {
     p.x = call.keep(normed_cuda(x, kind, norm_weight, norm_bias, norm_eps)).data_ptr();
   }
-  if (dtype == p.dtype && num_experts <= kMostRouted && is_row) {
-    p.logits = scores.data_ptr();
+  if ((dtype == p.dtype || dtype == DType::kFloat32) && num_experts <= kMostRouted && is_row) {
+    p.logits = scores.data_ptr(), p.logits_dtype = dtype;
     p.normalized = normalized, p.rounded = rounded;
     return call.launch(stream);
   }

@@ -33,6 +33,7 @@ from .read_stream import SPEC as read_stream
 from .rms_norm import SPEC as rms_norm
 from .rope_append import SPEC as rope_append
 from .routed_experts import SPEC as routed_experts
+from .router_logits import SPEC as router_logits
 from .selective_state_step import SPEC as selective_state_step
 from .short_convolution import SPEC as short_convolution
 from .step_inputs import SPEC as step_inputs
@@ -69,6 +70,7 @@ __all__ = [
     "rms_norm",
     "rope_append",
     "routed_experts",
+    "router_logits",
     "selective_state_step",
     "short_convolution",
     "step_inputs",

@@ -104,6 +104,11 @@ class Lowering:
             ops.head_products.overload, x=x, weight=weight, programmatic_launch=self._at.programmatic_launch
         )
 
+    def _router_logits(self, call: Call, x, weight) -> Any:
+        return self._emit(
+            ops.router_logits.overload, x=x, weight=weight, programmatic_launch=self._at.programmatic_launch
+        )
+
     def _packed_linear(self, call: Call, **arguments) -> Any:
         return self._emit(ops.packed_gemv.overload, **arguments, programmatic_launch=self._at.programmatic_launch)
 
@@ -340,6 +345,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     ),
     marks.linear: Lowering._linear,
     marks.head_products: Lowering._head_products,
+    marks.router_logits: Lowering._router_logits,
     marks.packed_linear: Lowering._packed_linear,
     marks.normed: Lowering._normed,
     marks.append: Lowering._append,

@@ -63,6 +63,11 @@ def head_products(x, weight):
     return ops.head_products.reference(x, weight)
 
 
+def router_logits(x, weight):
+    """See ``ops.router_logits``."""
+    return ops.router_logits.reference(x, weight)
+
+
 def matmul(a, b):
     """Return ``a @ b``."""
     return torch.matmul(a, b)

@@ -62,6 +62,7 @@ PASSES: tuple[Pass, ...] = (
     views.no_change,
     products.unflattened,
     views.no_change,
+    experts.router_logits,
     experts.routers,
     products.gates,
     products.residuals,

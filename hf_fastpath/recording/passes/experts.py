@@ -21,6 +21,10 @@ from ..probing import MISFITS, agree, evaluate, seeded
 from ..recording import Recording, read_by
 from .attention import structure_of
 
+_aten = torch.ops.aten
+
+#: arguments of a product with nothing in front or behind
+_PRODUCT = {"x", "weight", "bias"}
 #: rows of scores that are compared
 _ROWS = 64
 #: experts, features and inner features of the experts that are compared
@@ -96,6 +100,28 @@ def _layouts(module: nn.Module, stacks: compat.ExpertStacks) -> Iterator[dict[st
             yield from (
                 layout | dict(activation=activation, alpha=alpha, limit=limit) for alpha in numbers for limit in numbers
             )
+
+
+def router_logits(recording: Recording, model: nn.Module) -> None:
+    """Pass: replace a product in float32 of rows and of a matrix that are both cast for it by ``ops.router_logits``."""
+    producers = recording.producers()
+
+    def before_cast(value: Any) -> Any:
+        call = producers.get(getattr(value, "index", -1))
+        if call is None or call.op is not _aten._to_copy.default or call.arguments.get("dtype") != torch.float32:
+            return None
+        return call.arguments["self"]
+
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        if call.op is not marks.linear or call.arguments["bias"] is not None or call.arguments.keys() > _PRODUCT:
+            continue
+        x, weight = before_cast(call.arguments["x"]), before_cast(call.arguments["weight"])
+        if not isinstance(x, Register) or x.index in recording.mutated or type(weight) not in PLAIN_TENSORS:
+            continue
+        if weight.dim() == 2 and weight.stride(-1) == 1 and weight.dtype == recording.fact(x).dtype in FLOAT_DTYPES:
+            instead[id(call)] = [Call(marks.router_logits, {"x": x, "weight": weight}, call.out)]
+    recording.rewrite(instead, {})
 
 
 def routers(recording: Recording, model: nn.Module) -> None:

@@ -70,6 +70,8 @@ def _set_linear(call: Call, x: Any, matrix: torch.Tensor, bias: Any) -> None:
         call.arguments = {"x": x, "weight": matrix, "bias": bias, "transposed": True}
 
 
+#: experts whose ops add a residual
+_EXPERTS = (marks.experts, marks.routed_experts)
 #: calls on rows, in whatever order these lie -> the arguments that are rows
 _ON_ROWS: dict[Any, tuple[str, ...]] = {
     marks.linear: ("x",),
@@ -270,7 +272,7 @@ def _adds(recording: Recording, call: Call) -> bool:
     """Whether an op that adds a residual takes a product or a norm."""
     if call.op is marks.linear:
         return takes_product(recording, call)
-    if call.op in (marks.experts, marks.routed_experts):
+    if call.op in _EXPERTS:
         return True
     if call.op is not marks.normed:
         return False
@@ -280,13 +282,13 @@ def _adds(recording: Recording, call: Call) -> bool:
 
 
 def _reassociate(recording: Recording) -> None:
-    """Let ``(a + b) + x`` of two products a and b be ``b + (a + x)``, if x is there before them."""
+    """Let ``(a + b) + x`` of two products, or experts, a and b be ``b + (a + x)``, if x is there before them."""
     producers, users = recording.producers(), recording.users()
     order = {call.out.index: place for place, call in enumerate(recording.calls)}
 
     def product(register: Any) -> bool:
         call = producers.get(getattr(register, "index", -1))
-        return call is not None and call.op is marks.linear and len(users[register.index]) == 1
+        return call is not None and (call.op is marks.linear or call.op in _EXPERTS) and len(users[register.index]) == 1
 
     for call in recording.calls:
         if call.op is not _aten.add.Tensor or call.arguments.get("alpha", 1) != 1:
