@@ -10,7 +10,8 @@ that it records and captures.
 from __future__ import annotations
 
 import argparse
-import time
+import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ import hf_fastpath
 from hf_fastpath.bench import measure
 from hf_fastpath.compat import model_of_config
 
-#: tokens of a short call, whose time is taken off that of a long one
-SHORT = 8
 _TURBO = dict(d_model=1280, encoder_layers=32, decoder_layers=4, encoder_attention_heads=20, decoder_attention_heads=20)
 _SMALL = dict(d_model=768, encoder_layers=12, decoder_layers=12, encoder_attention_heads=12, decoder_attention_heads=12)
 _BART = dict(d_model=1024, encoder_layers=12, decoder_layers=12, encoder_attention_heads=16, decoder_attention_heads=16)
@@ -68,52 +67,42 @@ def inputs_of(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tens
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def seconds(model: nn.Module, inputs: dict[str, torch.Tensor], tokens: int, beams: int) -> float:
-    """Return the time of a call that makes ``tokens``."""
-    started = time.perf_counter()
-    made = model.generate(
+def generate(model: nn.Module, inputs: dict[str, torch.Tensor], beams: int, tokens: int) -> None:
+    """Make ``tokens`` behind what the encoder reads."""
+    model.generate(
         **inputs, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, num_beams=beams, pad_token_id=0
     )
-    made.tolist()
-    return time.perf_counter() - started
-
-
-def speed(model: nn.Module, inputs: dict[str, torch.Tensor], tokens: int, beams: int, runs: int) -> float:
-    """Return tokens per second of all sequences together, without the encoder: the median of a few runs."""
-    seconds(model, inputs, SHORT, beams)
-    batch, found = len(next(iter(inputs.values()))), []
-    for _ in range(runs):
-        few = seconds(model, inputs, SHORT, beams)
-        found.append(batch * tokens / (seconds(model, inputs, SHORT + tokens, beams) - few))
-    return sorted(found)[len(found) // 2]
 
 
 def measured(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return a row of the table."""
+    device, tokens, batch = torch.device(arguments.device), arguments.tokens, arguments.batch
     model = build(size, arguments.device, getattr(torch, arguments.dtype))
-    inputs = inputs_of(model, arguments.batch, arguments.length)
-    how = arguments.tokens, arguments.beams, arguments.runs
-    stock = speed(model, inputs, *how)
-    whole = seconds(model, inputs, SHORT + arguments.tokens, arguments.beams)
-    started = time.perf_counter()
-    hf_fastpath.patch(model, quiet=True)
-    patched = time.perf_counter() - started
-    first = seconds(model, inputs, 2, arguments.beams)
-    ours = speed(model, inputs, *how)
-    report = hf_fastpath.report(model)
-    return measure.environment(torch.device(arguments.device)) | dict(
+    call = partial(generate, model, inputs_of(model, batch, arguments.length), arguments.beams)
+
+    def timed() -> tuple[float, float]:
+        """Return tokens a second of all sequences together, without the encoder, and the seconds of a whole call."""
+        call(measure.SHORT)
+        found = [measure.seconds_per_token(call, tokens, device) for _ in range(arguments.runs)]
+        return batch / statistics.median(found), measure.seconds(lambda: call(measure.SHORT + tokens), device)
+
+    stock, whole = timed()
+    patched = measure.seconds(lambda: hf_fastpath.patch(model, quiet=True), device)
+    first = measure.seconds(lambda: call(2), device)
+    ours, our_whole = timed()
+    return measure.environment(device) | dict(
         size=size,
         dtype=arguments.dtype,
-        batch=arguments.batch,
+        batch=batch,
         beams=arguments.beams,
-        tokens=arguments.tokens,
+        tokens=tokens,
         stock_tok_s=round(stock, 1),
         ours_tok_s=round(ours, 1),
         times_stock=round(ours / stock, 2),
-        call_times_stock=round(whole / seconds(model, inputs, SHORT + arguments.tokens, arguments.beams), 2),
+        call_times_stock=round(whole / our_whole, 2),
         patch_s=round(patched, 2),
         first_s=round(first, 2),
-        fallback_tokens=report.stats["fallback_tokens"],
+        fallback_tokens=hf_fastpath.report(model).stats["fallback_tokens"],
     )
 
 

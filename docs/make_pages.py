@@ -25,7 +25,15 @@ from hf_fastpath.reasons import REASONS
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # when the file is loaded by its path, as tests do
-from measured_tables import MACHINES, encoder_decoders, markdown_table, measured, over_gpus, rows_of  # noqa: E402
+from measured_tables import (  # noqa: E402
+    MACHINES,
+    behind_images,
+    encoder_decoders,
+    markdown_table,
+    measured,
+    over_gpus,
+    rows_of,
+)
 
 GOLDEN = DOCS / "data" / "golden.csv"
 TYPES = DOCS / "data" / "recorded_types.csv"
@@ -212,6 +220,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "model-speeds.md": {
         **{name: partial(measured, name) for name in OF_MODELS},
         "encoder-decoders": encoder_decoders,
+        "behind images": behind_images,
     },
     "performance.md": {
         **{name: partial(measured, name) for name in MACHINES if name not in OF_MODELS},

@@ -296,3 +296,35 @@ def encoder_decoders() -> str:
     ]
     made = ("stock", "ours", "ratio", "ratio of calls", "patch(), s", "first call, s", "commit")
     return markdown_table(("model", "device", "type", "batch", *made), lines)
+
+
+# ---- models that read images --------------------------------------------------------------------------------
+
+
+def behind_images() -> str:
+    """Return the table of decoding behind an image, beside the text models; of no file it has no lines."""
+    rows = [row for path in sorted(DATA.glob("multimodal_*.csv")) for row in rows_of(path)]
+    lines = [
+        (
+            *(row["model"], row["device"].removesuffix(" 80GB HBM3"), row["dtype"], row["context"], row["batch"]),
+            _digits(float(row["stock_tok_s"])),
+            f"**{_digits(float(row['ours_tok_s']))}**",
+            _digits(float(row["times_stock"])),
+            _digits(float(row["text_tok_s"])),
+            f"{float(row['of_text']):.0%}",
+            *(_digits(float(row[name])) for name in ("patch_s", "first_s")),
+            row["commit"],
+        )
+        for row in rows
+    ]
+    made = (
+        "stock",
+        "ours",
+        "ratio",
+        "text model",
+        "of the text model's speed",
+        "patch(), s",
+        "first call, s",
+        "commit",
+    )
+    return markdown_table(("model", "device", "type", "context", "batch", *made), lines)

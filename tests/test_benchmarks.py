@@ -16,7 +16,7 @@ import torch
 from models import CPU, build, pair, prompt
 
 from hf_fastpath import ops
-from hf_fastpath.bench import engines, layouts, measure
+from hf_fastpath.bench import engines, layouts, measure, published
 from hf_fastpath.cli import main as cli
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import prompt as prompts
@@ -25,6 +25,7 @@ from hf_fastpath.quantization import FORMATS
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_append  # noqa: E402
+import bench_multimodal  # noqa: E402
 import bench_packed_gemm  # noqa: E402
 import bench_pages  # noqa: E402
 import gguf  # noqa: E402
@@ -237,3 +238,24 @@ def test_every_way_over_pages_is_timed(monkeypatch, tmp_path, capsys):
     (shared,) = [line for line in lines if line.startswith("8 sequences") and "pages of" in line]
     assert shared.split()[-4:] == ["10", "of", "24", "pages"]  # 40 positions, and the last page of each of 8 sequences
     assert len((tmp_path / "pages.csv").read_text().splitlines()) == 11
+
+
+@pytest.mark.parametrize("name", bench_multimodal.SIZES)
+def test_ours_decodes_behind_an_image(name, monkeypatch, tmp_path):
+    """Each size with tiny layers: the image is read, and no token is of stock code's."""
+    size = bench_multimodal.SIZES[name]
+    few = dict(hidden_size=256, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
+    text = published.MODELS[size.text]
+    monkeypatch.setitem(published.MODELS, size.text, dataclasses.replace(text, config=text.config | few))
+    vision = size.vision | dict(hidden_size=64, intermediate_size=64)
+    vision |= dict(out_hidden_size=256) if "depth" in vision else dict(num_attention_heads=2)
+    monkeypatch.setitem(bench_multimodal.SIZES, name, dataclasses.replace(size, vision=vision))
+    monkeypatch.setattr(bench_multimodal, "GRID", (2, 4))
+    path = tmp_path / "rows.csv"
+    options = "--device cpu --dtype fp32 --batch 2 --tokens 2 --runs 1 --csv"
+    assert bench_multimodal.main([f"{name}:1", *options.split(), str(path)]) == 0
+    with path.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    places = 256 if name == "gemma-3-4b" else 8
+    assert (row["context"], row["batch"], row["fallback_tokens"]) == (str(bench_multimodal.TEXT + places), "2", "0")
+    assert row["model"] == f"{size.label}, 1 layers"

@@ -61,6 +61,16 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+#: tokens of a short generation, whose time is taken off that of a long one
+SHORT = 8
+
+
+def seconds_per_token(call: Callable[[int], object], tokens: int, device: torch.device) -> float:
+    """Return the seconds in which ``call(count)`` makes one of ``tokens``, without those of the prompt."""
+    short = seconds(lambda: call(SHORT), device)
+    return (seconds(lambda: call(SHORT + tokens), device) - short) / tokens
+
+
 def alternate(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
     """Run every timer once in each round, every second round in reverse order, so that drift affects all alike."""
     values: dict[str, list[float]] = {name: [] for name in timers}

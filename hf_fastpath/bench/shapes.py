@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .. import compat
 from ..traffic import weight_bytes
@@ -52,14 +52,24 @@ class _SkipInit(TorchFunctionMode):
 
 
 def build_model(name: str, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """Build the model of shape ``name`` on ``device`` with random weights, in eval mode.
+    """Build the model of shape ``name`` as :func:`build_of_config` does."""
+    return build_of_config(shape(name).build_config(), device, dtype, seed)
+
+
+def build_of_config(
+    config: PreTrainedConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    factory: Any = AutoModelForCausalLM,
+) -> PreTrainedModel:
+    """Build the model that one of transformers' factories makes of a config, with random weights, in eval mode.
 
     Matrices, embeddings and biases are normal with ``WEIGHT_STD``, norm weights are 1. None are zeros, which some
     hardware multiplies faster.
     """
-    config = shape(name).build_config()
     with torch.device(device), _SkipInit():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = factory.from_config(config, dtype=dtype)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
