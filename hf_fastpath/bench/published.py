@@ -237,6 +237,8 @@ MODELS: dict[str, ModelShape] = {
         "qwen3_5_text",
         {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True},
     ),
+    "qwen3.5-35b-a3b": ModelShape("Qwen3.5-35B-A3B", "qwen3_5_moe_text"),
+    "gemma-4-small": ModelShape("Gemma 4, default sizes", "gemma4_text"),
     "granite-4.0-h-micro": ModelShape(
         "Granite-4.0-H-Micro",
         "granitemoehybrid",
