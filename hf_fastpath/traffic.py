@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compat import has_encoder, is_multimodal, layer_kinds, text_decoder, text_embedding
+from .compat import has_encoder, is_multimodal, layer_config, layer_kinds, text_decoder, text_embedding
 from .ops.kv_cache import SCALE_DTYPE, is_quantized
 from .quantization.linear import PackedLinear
 
@@ -76,14 +76,19 @@ def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) ->
     kinds = layer_kinds(config)
     if kinds is None:
         raise ValueError(f"{type(config).__name__} has layers that hold more than keys, values and states")
-    windows = [kind.window for kind in kinds if kind.keys]
-    if not windows:
-        return 0
-    positions = sum(context if window is None else min(context, window) for window in windows)
+    total = 0.0
+    for layer, kind in enumerate(kinds):
+        if kind.keys:
+            positions = context if kind.window is None else min(context, kind.window)
+            total += positions * _position_bytes(layer_config(config, layer), dtype)
+    return int(total * batch)
+
+
+def _position_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes that a layer with this config keeps of a position."""
     if (latent := getattr(config, "kv_lora_rank", None)) is not None:
         elements, scales = latent + config.qk_rope_head_dim, 2
     else:
         width, kv_width, _ = layer_widths(config)
         elements, scales = 2 * kv_width, 2 * kv_width * config.num_attention_heads // width
-    row = elements * dtype.itemsize + is_quantized(dtype) * scales * SCALE_DTYPE.itemsize
-    return int(positions * row * batch)
+    return elements * dtype.itemsize + is_quantized(dtype) * scales * SCALE_DTYPE.itemsize

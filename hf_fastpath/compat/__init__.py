@@ -109,6 +109,7 @@ from .models import (
     is_decoder_alone,
     is_multimodal,
     known_positions,
+    layer_config,
     model_of_config,
     outputs_are_captured,
     put_layer_entries,

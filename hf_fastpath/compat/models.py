@@ -151,6 +151,11 @@ def configs_inside(config: Any) -> dict[str, Any]:
     return {name: each for name, each in vars(config).items() if isinstance(each, PreTrainedConfig)}
 
 
+def layer_config(config: Any, layer: int) -> Any:
+    """Return the config of one decoder layer: ``config`` itself, unless layers differ in an entry."""
+    return config.per_layer_config[layer] if getattr(config, "per_layer_attributes", None) else config
+
+
 def take_layer_entries(config: Any) -> dict[int, dict[str, Any]]:
     """Take the entries that differ by layer out of a config; return them by layer."""
     spec = vars(config).get("_heterogeneity_spec")

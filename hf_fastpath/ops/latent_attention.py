@@ -73,10 +73,9 @@ def reference(
         q_rope = _turned(q_rope, cos, sin, rotation)
         new_rope = None if new_rope is None else _turned(new_rope[:, None], cos, sin, rotation)[:, 0]
     if new_latent is not None and new_rope is not None:
-        rows = (seq_lens > 0).nonzero()[:, 0]
-        slots = seq_lens[rows].long() - 1
-        latents[rows, 0, slots] = new_latent[rows]
-        rope_keys[rows, 0, slots] = new_rope[rows]
+        rows, slots = torch.arange(len(seq_lens), device=seq_lens.device), (seq_lens.long() - 1).clamp(min=0)
+        for cache, new in ((latents, new_latent), (rope_keys, new_rope)):
+            cache[rows, 0, slots] = torch.where((seq_lens > 0)[:, None], new, cache[rows, 0, slots])
     visible = visible_slots(seq_lens, starts, 1, latents.shape[2], 0)[:, 0]
     kept = [torch.where(visible[..., None], cache[:, 0], 0) for cache in (latents, rope_keys)]
     scores = (q_latent @ kept[0].transpose(1, 2) + q_rope @ kept[1].transpose(1, 2)) * scale

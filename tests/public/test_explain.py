@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
+from causal_lm_types import small_config
 from models import VOCAB, WINDOW, assert_same_instances, build, fresh, instances
 from transformers import CONFIG_MAPPING, BertConfig, GenerationMixin, LlavaForConditionalGeneration, PreTrainedConfig
 
 import hf_fastpath
-from hf_fastpath import traffic
+from hf_fastpath import compat, traffic
 from hf_fastpath.architecture import architectures
 from hf_fastpath.check.explain import examine, explain, explain_config
 from hf_fastpath.cli import main as cli
@@ -82,6 +83,16 @@ def test_windows_bound_the_kv_bytes():
         assert traffic.kv_bytes(all_windows.config, context, torch.float16) == 2 * 2 * (2 * seen) * 2 * 40
         assert traffic.kv_bytes(one_window.config, context, torch.float16) == 2 * 2 * (seen + context) * 2 * 48
         assert traffic.kv_bytes(none.config, context, torch.float16) == 2 * 2 * (2 * context) * 2 * 40
+
+
+def test_explain_layers_of_two_head_sizes():
+    """Gemma 4: every third layer here sees all positions, with longer heads; the other two see a window."""
+    config = small_config("gemma4_text")
+    sizes = [compat.layer_config(config, layer).head_dim for layer in range(config.num_hidden_layers)]
+    kinds = compat.layer_kinds(config)
+    assert len(set(sizes)) == 2 and len({kind.window for kind in kinds}) == 2
+    seen = sum(size * min(500, kind.window or 500) for size, kind in zip(sizes, kinds))
+    assert traffic.kv_bytes(config, 500, torch.float16) == 2 * 2 * config.num_key_value_heads * seen
 
 
 STOCK = {
