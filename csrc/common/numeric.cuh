@@ -83,6 +83,17 @@ struct Chunk {
                  : "l"(p));
     return v;
   }
+  // The same, and L2 gives it up before anything else: many megabytes would drive out what the next kernels read
+  // in each layer, their code among it.
+  static __device__ __forceinline__ Raw load_once(const T* p) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));  // one for all loads
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p), "l"(policy));
+    return v;
+  }
   // The same for data of which a kernel still running when this one started may have written a part.
   static __device__ __forceinline__ Raw load_streaming_l2(const T* p) {
     uint4 v;
@@ -144,6 +155,7 @@ struct Chunk<T, 1> {
     }
   }
   static __device__ __forceinline__ Raw load_streaming(const T* p) { return __ldg(p); }
+  static __device__ __forceinline__ Raw load_once(const T* p) { return __ldg(p); }
   static __device__ __forceinline__ Raw load_shared_line(const T* p) {
     if constexpr (sizeof(T) == 4) {
       float v;

@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
   typename C::Raw raw[kUnroll][2];
   const auto load = [&](int u, int chunk) {
     const bool present = chunk < chunks;
-    raw[u][0] = present ? C::load_streaming(gate + int64_t(chunk) * kElems) : C::zero();
-    raw[u][1] = present ? C::load_streaming(up + int64_t(chunk) * kElems) : C::zero();
+    raw[u][0] = present ? C::load_once(gate + int64_t(chunk) * kElems) : C::zero();
+    raw[u][1] = present ? C::load_once(up + int64_t(chunk) * kElems) : C::zero();
   };
   drop_l1();  // x comes through L1, which all warps of the SM share
 #pragma unroll
@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) gate_up_row_kernel(Fused
   };
   const auto load = [&](int u) {
     const bool present = next_chunk + u * kWarpSize < chunks;
-    raw[u][0] = present ? C::load_streaming(gate + u * kWarpSize * kElems) : C::zero();
-    raw[u][1] = present ? C::load_streaming(up + u * kWarpSize * kElems) : C::zero();
+    raw[u][0] = present ? C::load_once(gate + u * kWarpSize * kElems) : C::zero();
+    raw[u][1] = present ? C::load_once(up + u * kWarpSize * kElems) : C::zero();
   };
   const auto advance = [&] {
     gate += kRound * kElems, up += kRound * kElems, next_chunk += kRound;
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
     const int chunk = next_base + lane;
     const bool present = next < chosen.count && chunk < chunks;
     raw[u] = present
-                 ? C::load_streaming(stack_row<T>(p.down, chosen.expert[next], n) + int64_t(chunk) * kElems)
+                 ? C::load_once(stack_row<T>(p.down, chosen.expert[next], n) + int64_t(chunk) * kElems)
                  : C::zero();
   };
   const auto advance = [&](int& expert, int& from) {

@@ -93,7 +93,7 @@ __device__ __forceinline__ void sum_columns(const ExpertStack& stack, const Expe
   const T* next = stack_row<T>(stack, work.expert, row) + column;
   int next_row = row;
   const auto load = [&](int u) {
-    raw[u] = has_column && next_row < in_features ? C::load_streaming(next) : C::zero();
+    raw[u] = has_column && next_row < in_features ? C::load_once(next) : C::zero();
     const int rows = u == kUnroll - 1 ? kStep - kUnroll + 1 : 1;
     next += rows * stack.row_stride, next_row += rows;
   };
