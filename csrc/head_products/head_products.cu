@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 2) rows_of_inputs_kernel(HeadProduct
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         const int i = start + a * kStep + lane * kElems;
-        raw[o][a] = i < count ? C::load_streaming(weight + output * p.weight_row_stride + i) : C::zero();
+        raw[o][a] = i < count ? C::load_once(weight + output * p.weight_row_stride + i) : C::zero();
       }
     }
   };
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) rows_of_outputs_kernel(HeadProductsP
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       const int i = start + a * kRowsAtOnce + own;
-      raw[a] = i < count ? C::load_streaming(weight + i * p.weight_row_stride) : C::zero();
+      raw[a] = i < count ? C::load_once(weight + i * p.weight_row_stride) : C::zero();
     }
   };
   allow_next_kernel();

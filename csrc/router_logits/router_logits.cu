@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) router_logits_kernel(RouterLogitsPar
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       const int i = start + a * kThreads * kElems + own;
-      raw[a] = i < inputs ? C::load_streaming(weight + i) : C::zero();
+      raw[a] = i < inputs ? C::load_once(weight + i) : C::zero();
     }
   };
   allow_next_kernel();
