@@ -52,6 +52,7 @@ SHAPES: dict[str, list[Call]] = {
         Call("mistral prefill 512x14336", sample_of(*[drawn(512, 14336)] * 2)),
         Call("mistral prefill 4096x14336", sample_of(*[drawn(4096, 14336)] * 2), devices=_GPU),
         Call("tinyllama prefill 512x5632", sample_of(*[drawn(512, 5632)] * 2)),
+        Call("qwen3.5 attention decode 1x4096, sigmoid", sample_of(*[drawn(1, 4096)] * 2, "sigmoid")),
     ],
     "gemv": [
         gemv_call("mistral o 4096x4096", 4096, 4096),

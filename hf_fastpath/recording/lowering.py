@@ -347,6 +347,9 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.attend_encoded: Lowering._attend_encoded,
     marks.latent_attend: Lowering._latent_attend,
     marks.gated: Lowering._gated,
+    marks.sigmoid_gated: lambda self, call, x, gate: self._emit(
+        ops.fused_swiglu.overload, gate=gate, up=x, activation=Activation.SIGMOID
+    ),
     marks.angles: Lowering._angles,
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,

@@ -174,6 +174,11 @@ def gated(x, gate_weight, up_weight, activation, norm=None):
     return activated(linear(x, gate_weight), activation) * linear(x, up_weight)
 
 
+def sigmoid_gated(x, gate):
+    """Return ``x * sigmoid(gate)``; the two may lie in different orders."""
+    return x * torch.sigmoid(gate)
+
+
 def angles(tables, formula, dtype, pairs):
     """Return cos and sin out of what a model has computed of its positions, see ``passes.attention``."""
     raise NotImplementedError("angles are emitted as one call")

@@ -16,6 +16,7 @@ from hf_fastpath.recording.passes import (
     axes,
     experts,
     modules,
+    output_gates,
     products,
     products_of_heads,
     scaled_experts,
@@ -787,6 +788,62 @@ def test_gates_that_kernels_lack_stay_apart():
         recording, model = recorded(step, gate=linear(bias=bias), up=linear(bias=bias))
         assert_same(recording, model, [*FEED_FORWARD, products.gates])
         assert not calls_of(recording, marks.gated), step.__name__
+
+
+@pytest.mark.parametrize("order", ("x first", "gate first"))
+def test_outputs_behind_a_sigmoid(order):
+    def step(m, x, *_):
+        shut = torch.sigmoid(m.gate(x))
+        return m.out(m.x(x) * shut if order == "x first" else shut * m.x(x))
+
+    recording, model = recorded(step, gate=linear(24), x=linear(24), out=linear(given=24))
+    assert_same(recording, model, [output_gates.output_gates])
+    assert names(recording) == ["linear", "linear", "sigmoid_gated", "linear"]
+
+
+@pytest.mark.parametrize("cut", (lambda y: y.chunk(2, dim=-1)[1], lambda y: y[..., 6:]))
+@pytest.mark.parametrize("batch", (1, 3))
+def test_gates_beside_queries_are_not_copied(cut, batch):
+    def step(m, x, *_):
+        gate = cut(m.both(x).view(*x.shape[:2], -1, 12)).reshape(*x.shape[:2], -1)
+        return m.out(m.x(x) * gate.sigmoid())
+
+    recording, model = recorded(step, batch=batch, both=linear(48), x=linear(24), out=linear(given=24))
+    assert_same(recording, model, [views.no_change, output_gates.output_gates])
+    (call,) = calls_of(recording, marks.sigmoid_gated)
+    x, gate = (recording.fact(call.arguments[name]) for name in ("x", "gate"))
+    assert x.shape == gate.shape == (batch, 1, 4, 6) and x.is_contiguous() and gate.stride()[-2:] == (12, 1)
+    assert not {"sigmoid", "mul", "clone"} & set(names(recording))
+
+
+def test_other_gates_of_outputs_stay():
+    def read_twice(m, x, *_):
+        shut = m.gate(x).sigmoid()
+        return m.x(x) * shut + shut
+
+    def of_all(m, x, *_):
+        return m.x(x) * m.gate(x)[..., :1].sigmoid()
+
+    def other(m, x, *_):
+        return m.x(x) * m.gate(x).tanh()
+
+    def by_number(m, x, *_):
+        return 2 * m.gate(x).sigmoid()
+
+    def wider(m, x, *_):
+        return (m.x(x) * m.gate(x).double().sigmoid()).float()
+
+    def written(m, x, *_):
+        gate = m.gate(x)
+        shut = gate.view(-1).sigmoid()
+        gate.view(-1).mul_(2)
+        return (m.x(x).view(-1) * shut).view(x.shape) + gate
+
+    for step in (read_twice, of_all, other, by_number, wider, written):
+        recording, model = recorded(step, gate=linear(), x=linear())
+        before = names(recording)
+        assert_same(recording, model, [output_gates.output_gates])
+        assert names(recording) == before and "mul" in before, step.__name__
 
 
 @pytest.mark.parametrize("act", (nn.SiLU(), nn.ReLU(), nn.GELU(), nn.GELU("tanh")))

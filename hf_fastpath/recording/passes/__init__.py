@@ -19,6 +19,7 @@ from . import (
     latent_rotation,
     lengths,
     modules,
+    output_gates,
     own_attention,
     position_bias,
     products,
@@ -64,6 +65,7 @@ PASSES: tuple[Pass, ...] = (
     views.no_change,
     experts.routers,
     products.gates,
+    output_gates.output_gates,
     products.residuals,
     products.norms_in_front,
 )
