@@ -136,12 +136,9 @@ class Lowering:
         batch, heads, query_len, head_dim = fact.shape
         queries: Any
         if layer in self._pending:
-            k, v = self._pending.pop(layer)
-            qkv = self._emit(joined_states, q=q, k=k, v=v)
-            store = self.store(layer)
-            queries = self._emit(
-                ops.rope_append.overload, qkv=qkv, bias=None, cos=None, sin=None, num_heads=heads, **store
-            )
+            new = (self._emit(_aten.transpose.int, each, 1, 2) for each in (q, *self._pending.pop(layer)))
+            given = dict(zip(("qkv", "k", "v"), new), bias=None, cos=None, sin=None, num_heads=heads)
+            queries = self._emit(ops.rope_append.overload, **given, **self.store(layer))
         else:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
         return self.attention(queries, layer, scale, window, softcap, sinks, slopes, bias)
@@ -236,15 +233,19 @@ class Lowering:
         self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, head_norms=None,
         factor=None, **attend,
     ):  # fmt: skip
-        rows = [self._recording.batch, self._recording.query_len, -1]
-        flat = [self._emit(_aten.reshape.default, each, rows) for each in sources]
-        qkv = flat[0] if len(flat) == 1 else self._emit(composed.concatenated, *flat)
+        rows = [self._recording.batch, self._recording.query_len]
+        of_each = [[-1]] if len(sources) == 1 else [[heads, head_dim] for heads in (num_heads, *[num_kv_heads] * 2)]
+        given = {
+            name: self._emit(_aten.reshape.default, each, rows + sizes)
+            for name, each, sizes in zip(("qkv", "k", "v"), sources, of_each)
+        }
         if grouped:
-            group = num_heads // num_kv_heads
-            qkv = self._emit(composed.ungrouped, qkv=qkv, head_dim=head_dim, group=group)
+            given["qkv"] = self._emit(
+                composed.ungrouped, qkv=given["qkv"], head_dim=head_dim, group=num_heads // num_kv_heads
+            )
         store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs)
         store |= dict(head_norms=head_norms, programmatic_launch=self._at.programmatic_launch)
-        queries = self._emit(ops.rope_append.overload, qkv=qkv, bias=None, num_heads=num_heads, **store)
+        queries = self._emit(ops.rope_append.overload, **given, bias=None, num_heads=num_heads, **store)
         return self.attention(self._times(queries, factor), **attend)
 
     def _times(self, queries: Any, factor: Any) -> Any:
@@ -300,11 +301,6 @@ def takes_product(recording: Recording, call: Call) -> bool:
 def _turned_by(cos: Any, sin: Any, pairs: str) -> dict[str, Any]:
     """Return the arguments of ``ops.rope_append`` that describe a rotation."""
     return {"cos": cos, "sin": sin, "neighbors": pairs == "neighbors"}
-
-
-def joined_states(q, k, v):
-    """Return ``query | key | value`` [batch, query_len, features] of [batch, heads, query_len, head_dim] each."""
-    return torch.cat([each.transpose(1, 2).flatten(2) for each in (q, k, v)], dim=-1)
 
 
 def scaled_queries(queries, factor, query_len):

@@ -188,9 +188,10 @@ def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, s
                       num_heads, num_kv_heads, head_dim, head_norms=None, factor=None):  # fmt: skip
     """Normalize and rotate queries and keys, then :func:`append` and :func:`attend`.
 
-    ``sources`` are queries, keys and values [batch, query_len, features] each, or one tensor with all of them; if
-    ``grouped``, that tensor is ordered by KV head. ``pairs`` says which elements turn together, see
-    ``architecture.Attention``. Turned queries are multiplied by ``factor``, a number for each new token.
+    ``sources`` are queries, keys and values, [batch, query_len, features] or [batch, query_len, heads, head_dim] each,
+    or one tensor [batch, query_len, features] with all of them; if ``grouped``, that tensor is ordered by KV head.
+    ``pairs`` says which elements turn together, see ``architecture.Attention``. Turned queries are multiplied by
+    ``factor``, a number for each new token.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
 
