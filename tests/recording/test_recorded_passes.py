@@ -987,6 +987,39 @@ def test_writes_from_one_axis_to_another_that_is_alike():
     assert not calls_of(recording, _aten.copy_.default) and not recording.mutated
 
 
+@pytest.mark.parametrize("is_alike", (True, False))
+def test_axes_whose_angles_are_a_matrix_product(is_alike):
+    """As in Qwen3.5 before transformers 5.24; the frequencies are a constant by then."""
+
+    def step(m, x, positions, cache):
+        frequencies = m.frequencies[None, None, :, None].expand(3, 1, -1, 1)
+        if not is_alike:
+            frequencies = frequencies * m.factors[:, None, None, None]
+        product = frequencies @ positions[None].expand(3, *positions.shape)[:, :, None].float()
+        angles = product.transpose(2, 3).cos()
+        chosen = angles[0]
+        chosen[..., 1:7:3] = angles[1, ..., 1:7:3]
+        return x * torch.cat((chosen, chosen), dim=-1)
+
+    inside = dict(frequencies=torch.rand(WIDTH // 2), factors=torch.tensor([1.0, 2.0, 3.0]))
+    recording, model = recorded(step, **inside)
+    assert_same(recording, model, [views.constant_views, axes.writes_of_like_axes])
+    assert bool(calls_of(recording, _aten.copy_.default)) != is_alike
+
+
+def test_a_transposed_axis_is_no_longer_the_first():
+    def step(m, x, positions, cache):
+        angles = positions[None].expand(2, *positions.shape)[..., None] * m.frequencies  # [2, 1, 1, 2]
+        angles = angles.transpose(0, 3).cos()  # [2 that differ, 1, 1, 2 that are alike]
+        chosen = angles[0]
+        chosen[..., :1] = angles[1, ..., :1]
+        return x * torch.cat([chosen] * (WIDTH // 2), dim=-1)
+
+    recording, model = recorded(step, frequencies=torch.tensor([0.3, 0.7]))
+    assert_same(recording, model, [axes.writes_of_like_axes])
+    assert calls_of(recording, _aten.copy_.default)
+
+
 def test_writes_of_other_numbers_stay():
     recording, model = recorded(_interleaved(twice=True), frequencies=torch.rand(WIDTH // 2))
     writes = len(calls_of(recording, _aten.copy_.default))
