@@ -335,6 +335,9 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
         marks.text_positions, lengths=self._at.seq_lens, query_len=query_len
     ),
     marks.linear: Lowering._linear,
+    marks.joined_linear: lambda self, call, **arguments: self._emit(
+        ops.joined_gemv.overload, **arguments, programmatic_launch=self._at.programmatic_launch
+    ),
     marks.head_products: Lowering._head_products,
     marks.packed_linear: Lowering._packed_linear,
     marks.normed: Lowering._normed,

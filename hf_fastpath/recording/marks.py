@@ -36,6 +36,11 @@ def linear(x, weight, bias=None, transposed=False, activation=Activation.NONE, r
     return out if residual is None else out + residual
 
 
+def joined_linear(x, weights, norm=None):
+    """Return ``norm(x) @ weight.T`` for every weight, the features side by side."""
+    return torch.cat([linear(x, weight, norm=norm) for weight in weights], dim=-1)
+
+
 def packed_linear(x, quants, scales, zeros, multiplier, format, bias=None):
     """Return a product with a quantized weight, see ``ops.packed_gemv``."""
     raise NotImplementedError("a quantized product is run by its op alone")

@@ -16,6 +16,7 @@ from . import (
     experts,
     gated_norms,
     head_norms,
+    joined_products,
     latent_rotation,
     lengths,
     modules,
@@ -68,6 +69,7 @@ PASSES: tuple[Pass, ...] = (
     output_gates.output_gates,
     products.residuals,
     products.norms_in_front,
+    joined_products.joined_products,
 )
 
 
