@@ -7,7 +7,7 @@
 namespace hf_fastpath {
 
 inline Activation gate_of(int64_t number) {
-  const Activation gate{static_cast<int>(number)};
+  const Activation gate = choice_of(number, kSigmoid, "fused_swiglu", "activation");
   STD_TORCH_CHECK(is_gate(gate), "hf_fastpath::fused_swiglu: activation is ", number,
                   ", expected silu, gelu_tanh, gelu or sigmoid");
   return gate;
