@@ -102,6 +102,7 @@ REFERENCE_NAMES = {
     "q4_0_gemv": "dequantize, F.linear",
     "qkv_rope_append": "norm, 3 F.linear, rope",
     "gemv_swiglu": "2 F.linear, gate",
+    "joined_gemv": "norm, F.linear of each, cat",
     "fused_experts": "batched_mm",
     "routed_experts": "norm, topk, batched_mm",
     "topk_softmax": "softmax, topk, division",

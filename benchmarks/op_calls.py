@@ -10,6 +10,7 @@ import torch
 
 from hf_fastpath.ops.decode_attention import MAX_QUERY_LEN, workspace_bytes
 from hf_fastpath.ops.kv_cache import in_pages, quantized
+from hf_fastpath.ops.rope_append import random_head_norms
 from hf_fastpath.quantization.formats import FORMATS, padded
 from hf_fastpath.registry import Sample
 
@@ -160,6 +161,17 @@ def qkv_call(name: str, k: int, heads: int, kv_heads: int, head_dim: int, query_
 
 def swiglu_call(name: str, k: int, n: int, rows: int = 1) -> Call:
     return Call(name, sample_of(drawn(1, rows, k), *[drawn(n, k, std=k**-0.5)] * 2))
+
+
+def joined_call(name: str, k: int, features: tuple[int, ...]) -> Call:
+    """Make a call behind an RMS norm."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        weights = [torch.randn(n, k, device=device, dtype=dtype) * k**-0.5 for n in features]
+        x, norm_weight = (torch.randn(1, 1, k, device=device, dtype=dtype) for _ in range(2))
+        return Sample(x, weights, "rms", norm_weight.flatten(), None, 1e-6)
+
+    return Call(name, arguments)
 
 
 def experts_call(
@@ -370,7 +382,17 @@ def step_call(
     return Call(name, arguments, **options)
 
 
-def rope_call(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, bias: bool, batch: int = 1) -> Call:
+def rope_call(
+    name: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    bias: bool,
+    batch: int = 1,
+    norms: bool = False,
+) -> Call:
+    """Make a call, with ``norms`` of each head of queries and keys if asked for."""
     features, capacity, length = (heads + 2 * kv_heads) * head_dim, 1024, 1000
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
@@ -379,7 +401,8 @@ def rope_call(name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: i
         caches = [torch.randn(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype) for _ in range(2)]
         lens = torch.full((batch,), length, device=device, dtype=torch.int32)
         row = torch.randn(features, device=device, dtype=dtype) if bias else None
-        return Sample(qkv, row, *angles, *caches, lens, heads)
+        of_heads = random_head_norms("each", heads, kv_heads, head_dim, device, dtype) if norms else {}
+        return Sample(qkv, row, *angles, *caches, lens, heads, **of_heads)
 
     return Call(name, arguments)
 

@@ -18,6 +18,7 @@ from op_calls import (
     greedy_call,
     head_products_call,
     inputs_call,
+    joined_call,
     latent_call,
     packed_call,
     packed_qkv_call,
@@ -53,6 +54,7 @@ SHAPES: dict[str, list[Call]] = {
         Call("mistral prefill 512x14336", sample_of(*[drawn(512, 14336)] * 2)),
         Call("mistral prefill 4096x14336", sample_of(*[drawn(4096, 14336)] * 2), devices=_GPU),
         Call("tinyllama prefill 512x5632", sample_of(*[drawn(512, 5632)] * 2)),
+        Call("qwen3.5 attention decode 1x4096, sigmoid", sample_of(*[drawn(1, 4096)] * 2, "sigmoid")),
     ],
     "gemv": [
         gemv_call("mistral o 4096x4096", 4096, 4096),
@@ -118,6 +120,10 @@ SHAPES: dict[str, list[Call]] = {
         qkv_call("mistral 4096->4096+2x1024, 8 queries", 4096, 32, 8, 128, query_len=8),
         qkv_call("tinyllama 2048->2048+2x256", 2048, 32, 4, 64),
         qkv_call("llama-3.2 2048->2048+2x512", 2048, 32, 8, 64),
+    ],
+    "joined_gemv": [
+        joined_call("qwen3.5-4b delta 2560->8192+4096+32", 2560, (8192, 4096, 32)),
+        joined_call("qwen3.5-4b attention 2560->8192+2x1024", 2560, (8192, 1024, 1024)),
     ],
     "gemv_swiglu": [
         swiglu_call("mistral 4096->2x14336", 4096, 14336),
@@ -228,6 +234,7 @@ SHAPES: dict[str, list[Call]] = {
         rope_call("mistral", 32, 8, 128, 128, False),
         rope_call("mistral, batch 8", 32, 8, 128, 128, False, batch=8),
         rope_call("tinyllama", 32, 4, 64, 64, False),
+        rope_call("qwen3-4b, norms of heads", 32, 8, 128, 128, False, norms=True),
         rope_call("gpt2, no rotation", 12, 12, 64, 0, True),
     ],
     "read_stream": [

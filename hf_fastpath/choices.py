@@ -32,7 +32,8 @@ class Choice(enum.IntEnum):
 
 
 class Activation(Choice):
-    """``Activation`` of ``csrc/common/dtype.h``; the last two members are of ``fused_experts`` only."""
+    """``Activation`` of ``csrc/common/dtype.h``; CLAMPED_SWIGLU and SQUARED_RELU are of ``fused_experts`` only, SIGMOID
+    of ``fused_swiglu``."""
 
     NONE = 0
     RELU = 1
@@ -41,6 +42,7 @@ class Activation(Choice):
     GELU = 4
     CLAMPED_SWIGLU = 5
     SQUARED_RELU = 6
+    SIGMOID = 7
 
 
 class GateActivation(Choice):

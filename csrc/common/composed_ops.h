@@ -78,7 +78,8 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
       const std::optional<Tensor>& block_table = std::nullopt, bool neighbors = false,                       \
       const std::optional<Tensor>& q_norm_weight = std::nullopt,                                             \
       const std::optional<Tensor>& k_norm_weight = std::nullopt, double head_norm_eps = 0.0,                 \
-      double head_norm_offset = 0.0, bool programmatic_launch = false);                                      \
+      double head_norm_offset = 0.0, bool programmatic_launch = false,                                       \
+      const std::optional<Tensor>& k = std::nullopt, const std::optional<Tensor>& v = std::nullopt);         \
   Tensor gemv_##device(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,             \
                        const std::optional<Tensor>& residual, int64_t activation, bool transposed,           \
                        int64_t norm, const std::optional<Tensor>& norm_weight,                               \

@@ -9,18 +9,22 @@
 namespace hf_fastpath {
 namespace {
 
+template <Activation kActivation>
+HF_INLINE __m256 gated_ps(__m256 gate, __m256 up) {
+  if constexpr (kActivation == kSigmoid) return times_sigmoid(up, gate);
+  return _mm256_mul_ps(activate_ps<kActivation>(gate), up);
+}
+
 template <class Element, Activation kActivation>
 void gated_range(const typename Element::Storage* gate, const typename Element::Storage* up,
                  typename Element::Storage* out, int64_t count) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    const __m256 active = activate_ps<kActivation>(Element::load(gate + i));
-    Element::store(out + i, _mm256_mul_ps(active, Element::load(up + i)));
+    Element::store(out + i, gated_ps<kActivation>(Element::load(gate + i), Element::load(up + i)));
   }
   if (i < count) {
     const int64_t n = count - i;
-    const __m256 active = activate_ps<kActivation>(Element::load(gate + i, n));
-    Element::store(out + i, _mm256_mul_ps(active, Element::load(up + i, n)), n);
+    Element::store(out + i, gated_ps<kActivation>(Element::load(gate + i, n), Element::load(up + i, n)), n);
   }
 }
 
@@ -31,11 +35,13 @@ void gated_avx2(DType dtype, Activation activation, const void* gate, const void
   with_element(dtype, [=](auto element) {
     using Element = decltype(element);
     using Storage = typename Element::Storage;
-    with_activation(activation, [=](auto tag) {
+    const auto run = [=](auto tag) {
       gated_range<Element, decltype(tag)::value>(static_cast<const Storage*>(gate),
                                                  static_cast<const Storage*>(up), static_cast<Storage*>(out),
                                                  count);
-    });
+    };
+    if (activation == kSigmoid) return run(ActivationTag<kSigmoid>{});
+    with_activation(activation, run);
   });
 }
 

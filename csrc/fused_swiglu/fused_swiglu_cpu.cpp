@@ -4,6 +4,7 @@
 #include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "common/cpu_math.h"
+#include "fused_swiglu/gate_glue.h"
 
 namespace hf_fastpath {
 
@@ -14,8 +15,11 @@ void gated_portable(DType dtype, Activation activation, const void* gate, const 
     const T* g = static_cast<const T*>(gate);
     const T* u = static_cast<const T*>(up);
     T* to = static_cast<T*>(out);
-    for (int64_t i = 0; i < count; ++i)
-      from_float(activate(activation, to_float(g[i])) * to_float(u[i]), to + i);
+    for (int64_t i = 0; i < count; ++i) {
+      const float z = to_float(g[i]);
+      const float active = activation == kSigmoid ? 1.0f / (1.0f + std::exp(-z)) : activate(activation, z);
+      from_float(active * to_float(u[i]), to + i);
+    }
   });
 }
 
@@ -26,7 +30,7 @@ Tensor fused_swiglu_cpu(const Tensor& gate, const Tensor& up, int64_t activation
                   "hf_fastpath::fused_swiglu: gate and up differ in dtype: cast one");
   const std::vector<int64_t> sizes = sizes_of(gate);
   STD_TORCH_CHECK(sizes_of(up) == sizes, "hf_fastpath::fused_swiglu: gate and up differ in shape");
-  const Activation act = activation_of(activation, op);
+  const Activation act = gate_of(activation);
   const RowView g = row_view(gate), u = row_view(up);
   Tensor out = empty_like_with_sizes(gate, sizes);
   void* to = out.mutable_data_ptr();

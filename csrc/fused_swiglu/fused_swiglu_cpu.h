@@ -1,11 +1,11 @@
 // Gated activation on the CPU: kernel interface, free of torch.
 #pragma once
 
-#include "common/dtype.h"
+#include "fused_swiglu/gate.h"
 
 namespace hf_fastpath {
 
-// out[i] = activation(gate[i]) * up[i] for `count` contiguous elements of `dtype`.
+// out[i] = activation(gate[i]) * up[i] for `count` contiguous elements of `dtype`; is_gate(activation).
 void gated_portable(DType dtype, Activation activation, const void* gate, const void* up, void* out,
                     int64_t count);
 void gated_avx2(DType dtype, Activation activation, const void* gate, const void* up, void* out,

@@ -38,8 +38,7 @@ Tensor packed_qkv_rope_append_cuda(const Tensor& x, const Tensor& quants, const 
   const Tensor qkv = empty_like_with_sizes(input, sizes_with_last(input, p.n));
   p.out = qkv.data_ptr();
   weight.launch(p, nullptr, input_norm, input, kept, stream);
-  call.params.qkv = p.out;
-  call.launch(stream, programmatic_launch);
+  call.launch_joined(qkv, stream, programmatic_launch);
   return q;
 }
 

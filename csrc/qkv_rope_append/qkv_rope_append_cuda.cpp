@@ -60,8 +60,7 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
   } else {
     input_norm.launch(p, input, stream);
   }
-  call.params.qkv = p.out;
-  call.launch(stream, programmatic_launch);
+  call.launch_joined(qkv, stream, programmatic_launch);
   return q;
 }
 

@@ -4,7 +4,7 @@
 // Work split: a thread takes kElems pairs of a head of a token: elements p and p + rotary_dim / 2 of the
 //   rotated part, neighboring runs of the rest and of a part whose neighbors turn together; 16 bytes at a
 //   time where shapes allow it. grid.x counts the tokens of all rows, grid.y covers the pairs of a token.
-// Traffic: qkv, bias, cos and sin read once, q_out and the new cache slots written once.
+// Traffic: q, k, v, bias, cos and sin read once, q_out and the new cache slots written once.
 // Roofline: latency of two dependent loads (the table or the lengths, then the slot's address); a few KB a
 //   token. 1.8 us for one token of 32/8 heads of 128, float16, in a CUDA graph (H200, 2026-11).
 
@@ -39,10 +39,9 @@ __device__ __forceinline__ float sum_of_squares(const float (&a)[kElems], const 
 }
 
 // Turns the pairs of a run of elements.
-template <bool kL2, class T, int kElems>
-__device__ __forceinline__ void turn_neighbors(const T* cos, const T* sin, float (&values)[kElems]) {
-  float c[kElems], s[kElems];
-  load_floats<kL2>(cos, c), load_floats<kL2>(sin, s);
+template <int kElems>
+__device__ __forceinline__ void turn_neighbors(const float (&c)[kElems], const float (&s)[kElems],
+                                               float (&values)[kElems]) {
 #pragma unroll
   for (int e = 0; e + 1 < kElems; e += 2) {
     turn_pair({c[e], c[e + 1]}, {s[e], s[e + 1]}, values[e], values[e + 1]);
@@ -81,6 +80,12 @@ __device__ __forceinline__ void store_neighbors(Cache* to, const float (&values)
   for (int e = 0; e < kElems; ++e) to[e] = from_float<Cache>(values[e]);
 }
 
+// Angles of the two runs of a unit, as they lie in memory.
+template <class T, int kElems>
+struct Angles {
+  typename Chunk<T, kElems>::Raw cos[2], sin[2];
+};
+
 // Two runs of kElems elements of a head: those that turn together, neighboring runs of elements that turn
 // with their neighbors, or of the rest.
 template <int kElems>
@@ -115,23 +120,37 @@ struct Unit {
     for (int e = 0; e < kElems; ++e) b[e] += more[e];
   }
 
-  template <class T, bool kL2 = false>
-  __device__ __forceinline__ void turn(const RopeAppendParams& p, int token, float (&a)[kElems],
-                                       float (&b)[kElems]) const {
+  template <bool kL2 = false, class T>
+  __device__ __forceinline__ void load_angles(const RopeAppendParams& p, int token,
+                                              Angles<T, kElems>& angles) const {
     if (!turns) return;
+    using C = Chunk<T, kElems>;
     const T* cos = token_angles<T>(p, p.cos, token);
     const T* sin = token_angles<T>(p, p.sin, token);
+#pragma unroll
+    for (int run = 0; run < 2; ++run) {
+      const int i = run ? second : first;
+      angles.cos[run] = kL2 ? C::load_l2(cos + i) : C::load(cos + i);
+      angles.sin[run] = kL2 ? C::load_l2(sin + i) : C::load(sin + i);
+    }
+  }
+
+  template <class T>
+  __device__ __forceinline__ void turn(const RopeAppendParams& p, const Angles<T, kElems>& angles,
+                                       float (&a)[kElems], float (&b)[kElems]) const {
+    if (!turns) return;
+    using C = Chunk<T, kElems>;
+    float cos_a[kElems], cos_b[kElems], sin_a[kElems], sin_b[kElems];
+    C::unpack(angles.cos[0], cos_a), C::unpack(angles.cos[1], cos_b);
+    C::unpack(angles.sin[0], sin_a), C::unpack(angles.sin[1], sin_b);
     if (kElems == 1 || !p.neighbors) {
-      float cos_a[kElems], cos_b[kElems], sin_a[kElems], sin_b[kElems];
-      load_floats<kL2>(cos + first, cos_a), load_floats<kL2>(cos + second, cos_b);
-      load_floats<kL2>(sin + first, sin_a), load_floats<kL2>(sin + second, sin_b);
 #pragma unroll
       for (int e = 0; e < kElems; ++e) {
         turn_pair({cos_a[e], cos_b[e]}, {sin_a[e], sin_b[e]}, a[e], b[e]);
       }
     } else {
-      turn_neighbors<kL2>(cos + first, sin + first, a);
-      turn_neighbors<kL2>(cos + second, sin + second, b);
+      turn_neighbors(cos_a, sin_a, a);
+      turn_neighbors(cos_b, sin_b, b);
     }
   }
 
@@ -182,8 +201,10 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(RopeAppendParams 
   drop_l1();
   const T* bias = p.bias ? static_cast<const T*>(p.bias) + column : nullptr;
   float a[kElems], b[kElems] = {};
-  unit.load(static_cast<const T*>(p.qkv) + int64_t(token) * heads * p.head_dim + column, bias, a, b);
-  unit.template turn<T>(p, token, a, b);
+  unit.load(HeadInput<T>(p, token, head).x, bias, a, b);
+  Angles<T, kElems> angles;
+  unit.load_angles(p, token, angles);
+  unit.turn(p, angles, a, b);
   store_unit<T, Cache>(p, unit, place, slot, token, head, a, b, pages...);
 }
 
@@ -206,25 +227,31 @@ __global__ void __launch_bounds__(kMaxNormedThreads)
   allow_next_kernel();
   const CachePlace place = cache_place(p, pages...);
   const int64_t slot = cache_slot(p, place.capacity, token), column = int64_t(begin) * p.head_dim;
-  const auto load_factors = [&](int index, float (&a)[kElems], float (&b)[kElems]) {
+  using C = Chunk<T, kElems>;
+  typename C::Raw factors[2];  // of this thread's first unit, out of memory meanwhile
+  const auto load_factors = [&](int index) {
     const int head = index / units;
-    const T* const factors = p.norms_all_heads ? weight + head * p.head_dim : weight;
-    Unit<kElems>(p, index - head * units, rotary_dim).load(factors, static_cast<const T*>(nullptr), a, b);
+    const Unit<kElems> unit(p, index - head * units, rotary_dim);
+    const T* const of_head = p.norms_all_heads ? weight + head * p.head_dim : weight;
+    factors[0] = C::load(of_head + unit.first);
+    factors[1] = unit.has_second ? C::load(of_head + unit.second) : C::zero();
   };
-  float factor_a[kElems], factor_b[kElems] = {};  // of this thread's first unit, out of memory meanwhile
   const bool has_unit = threadIdx.x < total;
-  if (p.norms_early && weight && has_unit) load_factors(threadIdx.x, factor_a, factor_b);
+  if (p.norms_early && weight && has_unit) load_factors(threadIdx.x);
   wait_for_previous_kernel();  // the projections
-  const int heads = p.num_heads + 2 * p.num_kv_heads;
-  const T* const qkv = static_cast<const T*>(p.qkv) + int64_t(token) * heads * p.head_dim + column;
+  const HeadInput<T> from(p, token, begin);
   const T* const bias = p.bias ? static_cast<const T*>(p.bias) + column : nullptr;
   const auto load = [&](int index, float (&a)[kElems], float (&b)[kElems]) {
     const int head = index / units;
     const Unit<kElems> unit(p, index - head * units, rotary_dim);
-    unit.template load<true>(qkv + head * p.head_dim, bias ? bias + head * p.head_dim : nullptr, a, b);
+    unit.template load<true>(from.x + head * from.stride, bias ? bias + head * p.head_dim : nullptr, a, b);
+  };
+  const auto load_angles = [&](int index, Angles<T, kElems>& angles) {
+    Unit<kElems>(p, index % units, rotary_dim).template load_angles<true>(p, token, angles);
   };
   float a[kElems] = {}, b[kElems] = {};  // of this thread's first unit
-  if (has_unit) load(threadIdx.x, a, b);
+  Angles<T, kElems> angles;              // of it, which come while its squares are added up
+  if (has_unit) load(threadIdx.x, a, b), load_angles(threadIdx.x, angles);
   float scale = 1.f;
   if (weight) {
     float squares = sum_of_squares(a, b);
@@ -236,18 +263,20 @@ __global__ void __launch_bounds__(kMaxNormedThreads)
     scale = rsqrtf(block_sum(squares, scratch) / float(count * p.head_dim) + p.norm_eps);
   }
   for (int index = threadIdx.x; index < total; index += threads) {
-    if (index >= threads) load(index, a, b);
+    if (index >= threads) load(index, a, b), load_angles(index, angles);
     const int head = index / units;
     const Unit<kElems> unit(p, index - head * units, rotary_dim);
     if (weight) {
-      if (!p.norms_early || index >= threads) load_factors(index, factor_a, factor_b);
+      if (!p.norms_early || index >= threads) load_factors(index);
+      float factor_a[kElems], factor_b[kElems];
+      C::unpack(factors[0], factor_a), C::unpack(factors[1], factor_b);
 #pragma unroll
       for (int e = 0; e < kElems; ++e) {
         a[e] *= scale * (p.norm_offset + factor_a[e]);
         b[e] *= scale * (p.norm_offset + factor_b[e]);
       }
     }
-    unit.template turn<T, true>(p, token, a, b);
+    unit.turn(p, angles, a, b);
     store_unit<T, Cache>(p, unit, place, slot, token, begin + head, a, b, pages...);
   }
 }
@@ -256,8 +285,10 @@ __global__ void __launch_bounds__(kMaxNormedThreads)
 // these, whose addresses may be in a kv_table.
 template <int kElems>
 bool is_aligned(const RopeAppendParams& p) {
-  for (const void* start :
-       {p.qkv, p.bias, p.cos, p.sin, static_cast<const void*>(p.q_out), p.q_norm, p.k_norm}) {
+  for (const HeadRows* rows : {&p.q, &p.k, &p.v}) {
+    if (!is_aligned16(rows->first) || rows->token_stride % kElems || rows->head_stride % kElems) return false;
+  }
+  for (const void* start : {p.bias, p.cos, p.sin, static_cast<const void*>(p.q_out), p.q_norm, p.k_norm}) {
     if (!is_aligned16(start)) return false;
   }
   return p.head_dim % (2 * kElems) == 0 && p.rotary_dim % (2 * kElems) == 0;

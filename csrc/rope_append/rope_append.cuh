@@ -37,6 +37,22 @@ __device__ __forceinline__ int pair_feature(const RopeAppendParams& p, int pair,
   return found.head * p.head_dim + (half ? found.element[1] : found.element[0]);
 }
 
+// The head of a token that `head` counts among queries, keys and values, and how far the next of its kind is.
+template <class T>
+struct HeadInput {
+  const T* x;
+  int64_t stride;
+
+  __device__ __forceinline__ HeadInput(const RopeAppendParams& p, int token, int head) {
+    const bool is_query = head < p.num_heads, is_value = head >= p.num_heads + p.num_kv_heads;
+    const int of_kind = head - (is_query ? 0 : p.num_heads + (is_value ? p.num_kv_heads : 0));
+    const void* const first = is_query ? p.q.first : is_value ? p.v.first : p.k.first;
+    stride = is_query ? p.q.head_stride : is_value ? p.v.head_stride : p.k.head_stride;
+    const int64_t token_stride = is_query ? p.q.token_stride : is_value ? p.v.token_stride : p.k.token_stride;
+    x = static_cast<const T*>(first) + token * token_stride + of_kind * stride;
+  }
+};
+
 // Where the caches lie.
 struct CachePlace {
   char *k_cache, *v_cache;

@@ -6,11 +6,12 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "rope_append/head_rows.h"
 
 namespace hf_fastpath {
 
 struct RopeAppendParams {
-  const void* qkv;           // [batch, query_len, (num_heads + 2 * num_kv_heads) * head_dim], dtype
+  HeadRows q, k, v;          // dtype
   const void* bias;          // [(num_heads + 2 * num_kv_heads) * head_dim], dtype, or null
   const void* cos;           // [batch or 1, query_len, rotary_dim], dtype, or null for no rotation
   const void* sin;           // as cos

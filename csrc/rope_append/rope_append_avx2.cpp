@@ -49,8 +49,8 @@ struct Head {
     }
     scale = 1.0f / std::sqrt(horizontal_sum(squares) / static_cast<float>(elements) + eps);
   }
-  void advance(int64_t dim, bool norms_all_heads) {
-    x += dim;
+  void advance(int64_t dim, int64_t stride, bool norms_all_heads) {
+    x += stride;
     if (bias != nullptr) bias += dim;
     if (weight != nullptr && norms_all_heads) weight += dim;
   }
@@ -106,15 +106,17 @@ HF_INLINE void append_head(const Head<Element>& head, const typename Element::St
   }
 }
 
-// Calls `visit(index)` for `count` heads from `head` on, whose norm's scale is then known.
+// Calls `visit(index)` for `count` heads of a token, whose norm's scale is then known; their bias is next.
 template <class Element, class Visit>
-HF_INLINE void each_head(const RopeAppendArgs& args, Head<Element>& head, int64_t count, const void* weight,
-                         Visit visit) {
+HF_INLINE void each_head(const RopeAppendArgs& args, Head<Element>& head, const HeadRows& rows, int64_t token,
+                         int64_t count, const void* weight, Visit visit) {
+  using Storage = typename Element::Storage;
   const int64_t dim = args.head_dim;
-  head.weight = static_cast<const typename Element::Storage*>(weight);
+  head.x = static_cast<const Storage*>(rows.first) + token * rows.token_stride;
+  head.weight = static_cast<const Storage*>(weight);
   const bool each = weight != nullptr && !args.norms_all_heads;
   if (weight != nullptr && !each) head.measure(count * dim, args.norm_eps);
-  for (int64_t h = 0; h < count; ++h, head.advance(dim, args.norms_all_heads)) {
+  for (int64_t h = 0; h < count; ++h, head.advance(dim, rows.head_stride, args.norms_all_heads)) {
     if (each) head.measure(dim, args.norm_eps);
     visit(h);
   }
@@ -123,24 +125,23 @@ HF_INLINE void each_head(const RopeAppendArgs& args, Head<Element>& head, int64_
 template <class Element, class Kv>
 void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
   using Storage = typename Element::Storage;
-  const int64_t dim = args.head_dim, features = (args.num_heads + 2 * args.num_kv_heads) * dim;
+  const int64_t dim = args.head_dim;
   for (int64_t t = begin; t < end; ++t) {
     const int64_t row = t / args.query_len, token = t % args.query_len;
     const int64_t angle = row * args.angle_stride + token * args.rotary_dim;
     const auto* cos = static_cast<const Storage*>(args.cos) + angle;
     const auto* sin = static_cast<const Storage*>(args.sin) + angle;
-    Head<Element> head{static_cast<const Storage*>(args.qkv) + t * features,
-                       static_cast<const Storage*>(args.bias), nullptr, 1.0f, args.norm_offset};
+    Head<Element> head{nullptr, static_cast<const Storage*>(args.bias), nullptr, 1.0f, args.norm_offset};
     auto* q_out = static_cast<Storage*>(args.q_out) + t * args.num_heads * dim;
-    each_head(args, head, args.num_heads, args.q_norm, [&](int64_t h) {
+    each_head(args, head, args.q, t, args.num_heads, args.q_norm, [&](int64_t h) {
       turn_head<Element, Element>(head, cos, sin, args.rotary_dim, args.neighbors, dim, q_out + h * dim);
     });
     const TokenPlace to = place_of(args, row, token);
-    each_head(args, head, args.num_kv_heads, args.k_norm, [&](int64_t h) {
+    each_head(args, head, args.k, t, args.num_kv_heads, args.k_norm, [&](int64_t h) {
       append_head<Element, Kv>(head, cos, sin, args.rotary_dim, args.neighbors, dim, args.k_cache,
                                args.k_scales, to.first + h * to.apart);
     });
-    each_head(args, head, args.num_kv_heads, nullptr, [&](int64_t h) {
+    each_head(args, head, args.v, t, args.num_kv_heads, nullptr, [&](int64_t h) {
       append_head<Element, Kv>(head, cos, sin, 0, args.neighbors, dim, args.v_cache, args.v_scales,
                                to.first + h * to.apart);
     });

@@ -8,6 +8,7 @@
 #include "common/cpu_math.h"
 #include "common/kv_cache_cpu.h"
 #include "common/kv_quants.h"
+#include "rope_append/head_rows_glue.h"
 
 namespace hf_fastpath {
 namespace {
@@ -28,8 +29,8 @@ struct Head {
     for (int64_t i = 0; i < count; ++i) squares += double(biased(i)) * biased(i);
     scale = static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(count) + eps));
   }
-  void advance(int64_t dim, bool norms_all_heads) {
-    x += dim;
+  void advance(int64_t dim, int64_t stride, bool norms_all_heads) {
+    x += stride;
     if (bias != nullptr) bias += dim;
     if (weight != nullptr && norms_all_heads) weight += dim;
   }
@@ -48,14 +49,16 @@ void turn_head(const Head<T>& value, const T* cos, const T* sin, int64_t rotary_
   for (int64_t i = rotary_dim; i < head_dim; ++i) from_float(value(i), out + i);
 }
 
-// Calls `visit(index, head)` for `count` heads from `head` on, with the scale of their norm.
+// Calls `visit(index, head)` for `count` heads of a token, with the scale of their norm; their bias is next.
 template <class T, class Visit>
-void each_head(const RopeAppendArgs& args, Head<T>& head, int64_t count, const void* weight, Visit visit) {
+void each_head(const RopeAppendArgs& args, Head<T>& head, const HeadRows& rows, int64_t token, int64_t count,
+               const void* weight, Visit visit) {
   const int64_t dim = args.head_dim;
+  head.x = static_cast<const T*>(rows.first) + token * rows.token_stride;
   head.weight = static_cast<const T*>(weight);
   const bool each = weight != nullptr && !args.norms_all_heads;
   if (weight != nullptr && !each) head.measure(count * dim, args.norm_eps);
-  for (int64_t h = 0; h < count; ++h, head.advance(dim, args.norms_all_heads)) {
+  for (int64_t h = 0; h < count; ++h, head.advance(dim, rows.head_stride, args.norms_all_heads)) {
     if (each) head.measure(dim, args.norm_eps);
     visit(h, head);
   }
@@ -63,7 +66,7 @@ void each_head(const RopeAppendArgs& args, Head<T>& head, int64_t count, const v
 
 template <class T, class Kv>
 void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
-  const int64_t dim = args.head_dim, heads = args.num_heads + 2 * args.num_kv_heads;
+  const int64_t dim = args.head_dim;
   for (int64_t t = begin; t < end; ++t) {
     const int64_t row = t / args.query_len, token = t % args.query_len;
     const TokenPlace to = place_of(args, row, token);
@@ -82,16 +85,15 @@ void append_tokens(const RopeAppendArgs& args, int64_t begin, int64_t end) {
         turn_head(head, cos, sin, rotary_dim, args.neighbors, dim, out);
       }
     };
-    Head<T> head{static_cast<const T*>(args.qkv) + t * heads * dim, static_cast<const T*>(args.bias), nullptr,
-                 1.0f, args.norm_offset};
+    Head<T> head{nullptr, static_cast<const T*>(args.bias), nullptr, 1.0f, args.norm_offset};
     T* q_out = static_cast<T*>(args.q_out) + t * args.num_heads * dim;
-    each_head(args, head, args.num_heads, args.q_norm, [&](int64_t h, const Head<T>& q) {
+    each_head(args, head, args.q, t, args.num_heads, args.q_norm, [&](int64_t h, const Head<T>& q) {
       turn_head(q, cos, sin, args.rotary_dim, args.neighbors, dim, q_out + h * dim);
     });
-    each_head(args, head, args.num_kv_heads, args.k_norm, [&](int64_t h, const Head<T>& k) {
+    each_head(args, head, args.k, t, args.num_kv_heads, args.k_norm, [&](int64_t h, const Head<T>& k) {
       append(k, args.rotary_dim, h, args.k_cache, args.k_scales);
     });
-    each_head(args, head, args.num_kv_heads, nullptr,
+    each_head(args, head, args.v, t, args.num_kv_heads, nullptr,
               [&](int64_t h, const Head<T>& v) { append(v, 0, h, args.v_cache, args.v_scales); });
   }
 }
@@ -114,12 +116,11 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
                        const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
                        bool neighbors, const std::optional<Tensor>& q_norm_weight,
                        const std::optional<Tensor>& k_norm_weight, double head_norm_eps,
-                       double head_norm_offset, bool /*programmatic_launch*/) {
+                       double head_norm_offset, bool /*programmatic_launch*/, const std::optional<Tensor>& k,
+                       const std::optional<Tensor>& v) {
   const char* op = "rope_append";
   const DType dtype = dtype_of(qkv, op);
-  STD_TORCH_CHECK(qkv.dim() == 3 && qkv.size(1) >= 1,
-                  "hf_fastpath::rope_append: qkv has to be [batch, 1 or more, features]");
-  const int64_t batch = qkv.size(0), query_len = qkv.size(1), features = qkv.size(2);
+  const int64_t features = head_features(qkv, k, v), batch = qkv.size(0), query_len = qkv.size(1);
   const KvCache cache =
       load_kv_cache(k_cache, v_cache, k_scales, v_scales, kv_table, layer, block_table, batch, op);
   STD_TORCH_CHECK(!is_quantized(cache.type) || cache.head_dim <= kMaxQuantizedHeadDim,
@@ -147,7 +148,8 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
   const bool norms_all_heads = check_head_norms(q_norm_weight, k_norm_weight, dtype, num_heads,
                                                 cache.num_kv_heads, cache.head_dim, op);
   std::optional<Tensor> lens_holder, bias_holder, cos_holder, sin_holder, q_norm_holder, k_norm_holder;
-  const Tensor input = hf_fastpath::contiguous(qkv);
+  const HeadInputs inputs =
+      head_inputs(qkv, k, v, num_heads, cache.num_kv_heads, cache.head_dim, norms_all_heads);
   Tensor out = empty_like_with_sizes(qkv, {batch, query_len, num_heads, cache.head_dim});
   RopeAppendArgs args{};
   args.dtype = dtype;
@@ -159,7 +161,7 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
   args.rotary_dim = rotary_dim;
   args.neighbors = neighbors;
   args.capacity = cache.capacity;
-  args.qkv = input.const_data_ptr();
+  args.q = inputs.q, args.k = inputs.k, args.v = inputs.v;
   args.bias = optional_data(bias, bias_holder);
   args.cos = optional_data(cos, cos_holder);
   args.sin = optional_data(sin, sin_holder);

@@ -2,20 +2,21 @@
 #pragma once
 
 #include "common/dtype.h"
+#include "rope_append/head_rows.h"
 
 namespace hf_fastpath {
 
 struct RopeAppendArgs {
-  DType dtype;     // of qkv, bias, cos, sin and q_out
+  DType dtype;     // of q, k, v, bias, cos, sin and q_out
   KvType kv_type;  // of the caches
   int64_t query_len;
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
-  int64_t rotary_dim;    // 0: no rotation
-  bool neighbors;        // elements 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
-  int64_t capacity;      // slots of the caches
-  const void* qkv;       // [batch, query_len, (num_heads + 2 * num_kv_heads) * head_dim]
+  int64_t rotary_dim;  // 0: no rotation
+  bool neighbors;      // elements 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
+  int64_t capacity;    // slots of the caches
+  HeadRows q, k, v;
   const void* bias;      // [(num_heads + 2 * num_kv_heads) * head_dim] or null
   const void* cos;       // [batch or 1, query_len, rotary_dim]
   const void* sin;       // like cos

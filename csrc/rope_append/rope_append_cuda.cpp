@@ -12,10 +12,10 @@ Tensor rope_append_cuda(const Tensor& qkv, const std::optional<Tensor>& bias,
                         const std::optional<Tensor>& block_table, bool neighbors,
                         const std::optional<Tensor>& q_norm_weight,
                         const std::optional<Tensor>& k_norm_weight, double head_norm_eps,
-                        double head_norm_offset, bool programmatic_launch) {
+                        double head_norm_offset, bool programmatic_launch, const std::optional<Tensor>& k,
+                        const std::optional<Tensor>& v) {
   constexpr const char* kOp = "rope_append";
-  STD_TORCH_CHECK(qkv.dim() == 3, "hf_fastpath::rope_append: expected qkv [batch, query_len, features]");
-  const int64_t batch = qkv.size(0), query_len = qkv.size(1), features = qkv.size(2);
+  const int64_t features = head_features(qkv, k, v), batch = qkv.size(0), query_len = qkv.size(1);
   const DType dtype = dtype_of(qkv, kOp);
   STD_TORCH_CHECK(!bias || (bias->numel() == features && dtype_of(*bias, kOp) == dtype),
                   "hf_fastpath::rope_append: bias has to have ", features, " elements of qkv's dtype");
@@ -23,11 +23,12 @@ Tensor rope_append_cuda(const Tensor& qkv, const std::optional<Tensor>& bias,
   RopeAppendCall call(batch, query_len, features, dtype, cos, sin, k_cache, v_cache, seq_lens, num_heads,
                       kv_table, layer, k_scales, v_scales, block_table, neighbors, kOp);
   call.add_head_norms(q_norm_weight, k_norm_weight, head_norm_eps, head_norm_offset, kOp);
-  const Tensor input = hf_fastpath::contiguous(qkv);
+  const HeadInputs inputs =
+      head_inputs(qkv, k, v, num_heads, k_cache.size(1), k_cache.size(3), call.params.norms_all_heads);
+  call.read(inputs);
   std::optional<Tensor> shift;
   if (bias) shift = hf_fastpath::contiguous(*bias);
-  Tensor q = empty_like_with_sizes(input, {batch, query_len, num_heads, k_cache.size(3)});
-  call.params.qkv = input.data_ptr();
+  Tensor q = empty_like_with_sizes(qkv, {batch, query_len, num_heads, k_cache.size(3)});
   call.params.bias = data_or_null(shift);
   call.params.q_out = q.data_ptr();
   call.launch(current_stream(guard.device()), programmatic_launch);

@@ -4,12 +4,13 @@
 #include "common/composed_ops.h"
 #include "common/cuda_glue.h"
 #include "common/pages_glue.h"
+#include "rope_append/head_rows_glue.h"
 #include "rope_append/rope_append_paged.h"
 
 namespace hf_fastpath {
 
-// The arguments of an append of `tokens` [batch, query_len] tokens of `features` features: all but qkv, bias
-// and q_out. Keeps what the launch reads alive.
+// The arguments of an append of `tokens` [batch, query_len] tokens of `features` features: all but the
+// inputs, bias and q_out. Keeps what the launch reads alive.
 struct RopeAppendCall {
   RopeAppendParams params{};
   Pages pages;
@@ -88,6 +89,16 @@ struct RopeAppendCall {
     q_norm = hf_fastpath::contiguous(*q_norm_weight), k_norm = hf_fastpath::contiguous(*k_norm_weight);
     params.q_norm = q_norm->data_ptr(), params.k_norm = k_norm->data_ptr();
     params.norm_eps = static_cast<float>(eps), params.norm_offset = static_cast<float>(offset);
+  }
+
+  // Where to read; `inputs` has to live until the launch.
+  void read(const HeadInputs& inputs) { params.q = inputs.q, params.k = inputs.k, params.v = inputs.v; }
+
+  // As launch() of a product of all heads, [batch, query_len, features].
+  void launch_joined(const Tensor& qkv, cudaStream_t stream, bool programmatic_launch) {
+    const HeadInputs inputs(qkv, params.num_heads, params.num_kv_heads, params.head_dim);
+    read(inputs);
+    launch(stream, programmatic_launch);
   }
 
   // `programmatic_launch`: as for launch_rope_append.

@@ -3,7 +3,7 @@
 // Work split: a warp takes a head of a token, a lane every 32nd element, which stay in registers between the
 //   search of the largest and the quantization. grid.x counts the tokens of all rows, grid.y covers their
 //   heads.
-// Traffic: qkv, bias, cos and sin read once (elements that turn twice, the second time from L1), q_out,
+// Traffic: q, k, v, bias, cos and sin read once (elements that turn twice, the second time from L1), q_out,
 //   quants and scales written once.
 // Roofline: latency, as in rope_append.cu, and the reductions over the warp.
 
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) rope_append_quants_kernel(R
   const bool is_value = head >= p.num_heads + p.num_kv_heads;
   const int rotary_dim = is_value ? 0 : p.rotary_dim, half = rotary_dim / 2;
 
-  const T* x = static_cast<const T*>(p.qkv) + (int64_t(token) * heads + head) * p.head_dim;
+  const T* x = HeadInput<T>(p, token, head).x;
   const T* bias = p.bias ? static_cast<const T*>(p.bias) + int64_t(head) * p.head_dim : nullptr;
   const auto biased = [&](int d) { return to_float(x[d]) + (bias ? to_float(bias[d]) : 0.f); };
   const bool is_query = head < p.num_heads;

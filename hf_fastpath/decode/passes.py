@@ -17,17 +17,19 @@ from .rank_calls import through_peers
 
 Pass = Callable[[list[Call], Callable[[], Register], Step], list[Call]]
 
-#: product -> its argument that is the matrix it reads
+#: product -> its argument that is the matrix, or the matrices, it reads
 _MATRIX = {
     ops.gemv.overload: "weight",
     ops.gemv_swiglu.overload: "gate_weight",
+    ops.joined_gemv.overload: "weights",
     ops.qkv_rope_append.overload: "q_weight",
     ops.packed_gemv_swiglu.overload: "quants",
 }
-#: product -> the later products whose matrix it prefetches into the L2 cache
+_UNPACKED = (ops.gemv.overload, ops.gemv_swiglu.overload, ops.joined_gemv.overload, ops.qkv_rope_append.overload)
+#: product -> the later products whose (first) matrix it prefetches into the L2 cache
 _PREFETCHES = {
-    ops.gemv.overload: (ops.gemv.overload, ops.gemv_swiglu.overload, ops.qkv_rope_append.overload),
-    ops.gemv_swiglu.overload: (ops.gemv.overload, ops.gemv_swiglu.overload, ops.qkv_rope_append.overload),
+    ops.gemv.overload: _UNPACKED,
+    ops.gemv_swiglu.overload: _UNPACKED,
     ops.packed_gemv.overload: (ops.packed_gemv_swiglu.overload,),
 }
 #: calls that leave memory idle, so that the product in front of them fetches for the product behind them
@@ -39,7 +41,8 @@ def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], st
     if step.programmatic_launch:
         for call, following in pairwise(call for call in calls if call.op not in _BETWEEN):
             if following.op in _PREFETCHES.get(call.op, ()):
-                call.arguments["next_weight"] = following.arguments[_MATRIX[following.op]]
+                matrix = following.arguments[_MATRIX[following.op]]
+                call.arguments["next_weight"] = matrix[0] if isinstance(matrix, (list, tuple)) else matrix
     return calls
 
 

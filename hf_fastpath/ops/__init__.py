@@ -19,6 +19,7 @@ from .gemv import SPEC as gemv
 from .gemv_swiglu import SPEC as gemv_swiglu
 from .greedy_token import SPEC as greedy_token
 from .head_products import SPEC as head_products
+from .joined_gemv import SPEC as joined_gemv
 from .latent_attention import SPEC as latent_attention
 from .layer_norm import SPEC as layer_norm
 from .packed_gemm import SPEC as packed_gemm
@@ -56,6 +57,7 @@ __all__ = [
     "gemv_swiglu",
     "greedy_token",
     "head_products",
+    "joined_gemv",
     "latent_attention",
     "layer_norm",
     "packed_gemm",

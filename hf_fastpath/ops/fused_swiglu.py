@@ -1,4 +1,4 @@
-"""Gated activation ``act(gate) * up`` in one pass (SwiGLU, and gates with GELU)."""
+"""Gated activation ``act(gate) * up`` in one pass (SwiGLU, and gates with GELU or a sigmoid)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from .fused_gelu import gelu_grad
 
 #: gate activations by the names that ops use
 GATES = (Activation.SILU, Activation.GELU_TANH, Activation.GELU)
+#: those that this op has
+ACTIVATIONS = (*GATES, Activation.SIGMOID)
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -22,6 +24,8 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
         return torch.nn.functional.silu(x)
     if activation == Activation.GELU_TANH:
         return torch.nn.functional.gelu(x, approximate="tanh")
+    if activation == Activation.SIGMOID:
+        return torch.sigmoid(x)
     return torch.nn.functional.gelu(x)
 
 
@@ -30,7 +34,8 @@ def reference(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Act
 
     Args:
         gate, up: float32, float16 or bfloat16, same shape, dtype and device; any strides.
-        activation: ``"silu"`` (SwiGLU), ``"gelu_tanh"`` or ``"gelu"`` (GeGLU, erf).
+        activation: ``"silu"`` (SwiGLU), ``"gelu_tanh"`` or ``"gelu"`` (GeGLU, erf), or ``"sigmoid"`` (of attention's
+            output).
 
     Returns:
         Tensor of gate's shape and dtype, contiguous.
@@ -39,6 +44,7 @@ def reference(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Act
         OpInputError: shapes, dtypes or devices differ, or the activation is unknown.
 
     Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralMLP``; Shazeer, arXiv:2002.05202.
+    Sigmoid: ``Qwen3NextAttention``.
     """
     return (activate(gate, activation) * up).contiguous()
 
@@ -51,7 +57,7 @@ def why_not(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Activ
     return (
         tensor_reasons(gate, up=up)
         + shape_reason("up", up, tuple(gate.shape))
-        + choice_reason("activation", activation, GATES)
+        + choice_reason("activation", activation, ACTIVATIONS)
     )
 
 
@@ -67,6 +73,8 @@ def backward(ctx, grad: torch.Tensor):
     if ctx.activation == Activation.SILU:
         sigmoid = torch.sigmoid(g)
         slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
+    elif ctx.activation == Activation.SIGMOID:
+        slope = torch.sigmoid(g) * torch.sigmoid(-g)
     else:
         slope = gelu_grad(g, Approximation.TANH if ctx.activation == Activation.GELU_TANH else Approximation.NONE)
     return (d * u * slope).to(gate.dtype), (d * activate(g, ctx.activation)).to(up.dtype), None
@@ -77,10 +85,12 @@ def samples(device: torch.device, dtype: torch.dtype):
         return torch.randn(*shape, device=device, dtype=dtype) * 2
 
     for shape in ((1,), (3, 111), (2, 5, 704)):
-        for activation in GATES:
+        for activation in ACTIVATIONS:
             yield Sample(randn(*shape), randn(*shape), activation)
     both = randn(4, 2 * 96)
     yield Sample(both[:, :96], both[:, 96:], Activation.SILU)  # halves of one projection: strided rows
+    heads = randn(2, 1, 6, 2 * 64)
+    yield Sample(heads[..., 64:], randn(2, 1, 6, 64), Activation.SIGMOID)  # queries and gates head by head
 
 
 SPEC = register(

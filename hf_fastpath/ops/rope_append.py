@@ -61,6 +61,8 @@ def reference(
     head_norm_eps: float = 0.0,
     head_norm_offset: float = 0.0,
     programmatic_launch: bool = False,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Split ``qkv + bias`` into q, k and v; norm and rotate q and k; write k and v at their positions; return q.
 
@@ -69,7 +71,8 @@ def reference(
     ``i + rotary_dim/2``, or 2i and 2i + 1.
 
     Args:
-        qkv: [batch, query_len, (num_heads + 2*num_kv_heads)*head_dim], query_len 1 to capacity, contiguous rows.
+        qkv: [batch, query_len, (num_heads + 2*num_kv_heads)*head_dim], query_len 1 to capacity; with k and v the
+            queries alone, [batch, query_len, num_heads, head_dim].
         bias: [(num_heads + 2*num_kv_heads)*head_dim] added first, or None.
         cos, sin: [batch or 1, query_len, rotary_dim], rotary_dim even and at most head_dim; None: no rotation.
         k_cache, v_cache: [batch, num_kv_heads, capacity, head_dim], contiguous, float32, float16 or bfloat16, or
@@ -91,6 +94,8 @@ def reference(
         head_norm_eps: added to the mean of squares.
         head_norm_offset: the factors are this + weight; see ``rms_norm``.
         programmatic_launch: see ``gemv``; lengths and tables may be read early as well.
+        k, v: keys and values, [batch, query_len, num_kv_heads, head_dim] each, if ``qkv`` does not hold them. All three
+            may be views: heads of a projection that also holds gates, for example.
 
     Returns:
         [batch, query_len, num_heads, head_dim] rotated queries in qkv's dtype.
@@ -103,11 +108,15 @@ def reference(
     ``Olmo2Attention``.
     """
     refuse_kv_table(kv_table)
-    batch, query_len, _ = qkv.shape
+    batch, query_len = qkv.shape[:2]
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
+    heads = [num_heads, num_kv_heads, num_kv_heads]
+    if k is None or v is None:
+        q, k, v = qkv.reshape(batch, query_len, -1, head_dim).split(heads, dim=2)
+    else:
+        q = qkv
     if bias is not None:
-        qkv = qkv + bias
-    q, k, v = qkv.reshape(batch, query_len, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
+        q, k, v = (each + of_it for each, of_it in zip((q, k, v), bias.view(-1, head_dim).split(heads)))
     if q_norm_weight is not None and k_norm_weight is not None:
         q = head_norm(q, q_norm_weight, head_norm_eps, head_norm_offset)
         k = head_norm(k, k_norm_weight, head_norm_eps, head_norm_offset)
@@ -147,21 +156,31 @@ def why_not(
     block_table=None,
     q_norm_weight=None,
     k_norm_weight=None,
+    k=None,
+    v=None,
 ) -> list[str]:
-    if qkv.dim() != 3 or qkv.shape[1] < 1:
-        return [f"qkv has shape {tuple(qkv.shape)}, expected [batch, 1 or more, features]"]
-    batch, query_len, features = qkv.shape
+    if (k is None) != (v is None):
+        return ["k and v go together: pass both or neither"]
+    if qkv.dim() != (3 if k is None else 4) or qkv.shape[1] < 1:
+        want = "[batch, 1 or more, features]" if k is None else "[batch, 1 or more, heads, head_dim] with k and v"
+        return [f"qkv has shape {tuple(qkv.shape)}, expected {want}"]
+    batch, query_len = qkv.shape[:2]
     reasons = tensor_reasons(qkv, bias=bias, cos=cos, sin=sin, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
+    reasons += [] if k is None else tensor_reasons(qkv, k=k, v=v)
     of_cache = k_scales, v_scales, block_table
     reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, qkv.device, kv_table, layer, *of_cache)
-    reasons += shape_reason("bias", bias, (features,))
     if k_cache.dim() == 4:
         num_kv_heads, head_dim, capacity = k_cache.shape[1], k_cache.shape[3], capacity_of(k_cache, None)
         if block_table is not None and block_table.dim() == 2:
             capacity = capacity_of(k_cache, block_table)
         want = (num_heads + 2 * num_kv_heads) * head_dim
-        if features != want:
-            reasons.append(f"qkv has {features} features, expected (heads + 2*kv_heads)*head_dim = {want}")
+        if k is not None:
+            reasons += shape_reason("qkv", qkv, (batch, query_len, num_heads, head_dim))
+            for name, states in (("k", k), ("v", v)):
+                reasons += shape_reason(name, states, (batch, query_len, num_kv_heads, head_dim))
+        elif qkv.shape[2] != want:
+            reasons.append(f"qkv has {qkv.shape[2]} features, expected (heads + 2*kv_heads)*head_dim = {want}")
+        reasons += shape_reason("bias", bias, (want,))
         reasons += _head_norm_reasons(q_norm_weight, k_norm_weight, num_heads, num_kv_heads, head_dim)
         if is_quantized(k_cache.dtype) and head_dim > MAX_QUANTIZED_HEAD_DIM:
             reasons.append(f"head_dim is {head_dim}, expected at most {MAX_QUANTIZED_HEAD_DIM} in a quantized cache")
@@ -198,8 +217,9 @@ def _fits(cos: torch.Tensor, batch: int, query_len: int, head_dim: int) -> bool:
     )
 
 
-def moved(qkv, bias, cos, sin, k_cache, seq_lens, num_heads, q_norm_weight, k_norm_weight) -> int:
-    return nbytes(qkv, bias, cos, sin, seq_lens, q_norm_weight, k_norm_weight) + written_bytes(qkv, k_cache, num_heads)
+def moved(qkv, bias, cos, sin, k_cache, seq_lens, num_heads, q_norm_weight, k_norm_weight, k, v) -> int:
+    read = nbytes(qkv, k, v, bias, cos, sin, seq_lens, q_norm_weight, k_norm_weight)
+    return read + written_bytes(qkv, k_cache, num_heads)
 
 
 def written_bytes(x: torch.Tensor, k_cache: torch.Tensor, num_heads: int) -> int:
@@ -267,16 +287,23 @@ def samples(device: torch.device, dtype: torch.dtype):
         norms=None,
         norm_offset=0.0,
         programmatic_launch=False,
+        apart=False,
     ):
         features = (heads + 2 * kv_heads) * head_dim
         options: dict[str, Any] = {}
         if norms is not None:  # first: the kernel in front of a programmatic launch must not have made them
             options |= random_head_norms(norms, heads, kv_heads, head_dim, device, dtype, norm_offset)
+        if apart:  # queries and gates by head, then keys, then values
+            features += heads * head_dim
         qkv = torch.randn(batch, query_len, features, device=device, dtype=dtype)
+        if apart:
+            q, k, v = qkv.split([2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
+            qkv = q.unflatten(-1, (heads, -1))[..., :head_dim]
+            options |= dict(k=k.unflatten(-1, (kv_heads, -1)), v=v.unflatten(-1, (kv_heads, -1)))
         cos, sin = random_angles(batch, query_len, rotary_dim, device, dtype, neighbors)
         caches, scales = random_caches((batch, kv_heads, capacity, head_dim), device, kv or dtype)
         lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
-        row = torch.randn(features, device=device, dtype=dtype) if bias else None
+        row = torch.randn((heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype) if bias else None
         table = None
         if page_size is not None:
             table, *caches = in_pages(caches, page_size)
@@ -309,6 +336,14 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(2, 2, 4, 2, 64, 9, [5, 20], rotary_dim=32, bias=True, kv=torch.int8, norms="each")
     yield call(2, 2, 3, 1, 40, 9, [2, 8], rotary_dim=24, kv=torch.float8_e4m3fn, norms="all", neighbors=True)
     yield call(2, 5, 4, 2, 64, 48, [50, 17], rotary_dim=64, norms="each", page_size=16)
+    apart = dict(apart=True)
+    qwen = dict(rotary_dim=64, norms="each", norm_offset=1.0, programmatic_launch=True)
+    yield call(1, 1, 16, 4, 256, 9, [5], **qwen, **apart)
+    yield call(3, 1, 4, 2, 64, 9, [3, 17, 5], rotary_dim=64, **apart)
+    yield call(2, 3, 3, 1, 40, 9, [3, 17], rotary_dim=24, bias=True, norms="all", **apart)
+    yield call(2, 2, 4, 2, 36, 9, [3, 17], rotary_dim=36, norms="each", kv=torch.float16, neighbors=True, **apart)
+    yield call(2, 2, 4, 2, 64, 9, [5, 20], rotary_dim=32, kv=torch.int8, norms="all", **apart)
+    yield call(2, 5, 4, 2, 64, 48, [50, 17], bias=True, page_size=16, **apart)
 
 
 SPEC = register(
@@ -319,7 +354,7 @@ SPEC = register(
             "Tensor seq_lens, int num_heads, Tensor? kv_table=None, int layer=0, Tensor(c!)? k_scales=None, "
             "Tensor(d!)? v_scales=None, Tensor? block_table=None, bool neighbors=False, Tensor? q_norm_weight=None, "
             "Tensor? k_norm_weight=None, float head_norm_eps=0.0, float head_norm_offset=0.0, "
-            "bool programmatic_launch=False) -> Tensor"
+            "bool programmatic_launch=False, Tensor? k=None, Tensor? v=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

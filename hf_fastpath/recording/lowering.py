@@ -141,12 +141,9 @@ class Lowering:
         batch, heads, query_len, head_dim = fact.shape
         queries: Any
         if layer in self._pending:
-            k, v = self._pending.pop(layer)
-            qkv = self._emit(joined_states, q=q, k=k, v=v)
-            store = self.store(layer)
-            queries = self._emit(
-                ops.rope_append.overload, qkv=qkv, bias=None, cos=None, sin=None, num_heads=heads, **store
-            )
+            new = (self._emit(_aten.transpose.int, each, 1, 2) for each in (q, *self._pending.pop(layer)))
+            given = dict(zip(("qkv", "k", "v"), new), bias=None, cos=None, sin=None, num_heads=heads)
+            queries = self._emit(ops.rope_append.overload, **given, **self.store(layer))
         else:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
         return self.attention(queries, layer, scale, window, softcap, sinks, slopes, bias)
@@ -241,15 +238,19 @@ class Lowering:
         self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, head_norms=None,
         factor=None, **attend,
     ):  # fmt: skip
-        rows = [self._recording.batch, self._recording.query_len, -1]
-        flat = [self._emit(_aten.reshape.default, each, rows) for each in sources]
-        qkv = flat[0] if len(flat) == 1 else self._emit(composed.concatenated, *flat)
+        rows = [self._recording.batch, self._recording.query_len]
+        of_each = [[-1]] if len(sources) == 1 else [[heads, head_dim] for heads in (num_heads, *[num_kv_heads] * 2)]
+        given = {
+            name: self._emit(_aten.reshape.default, each, rows + sizes)
+            for name, each, sizes in zip(("qkv", "k", "v"), sources, of_each)
+        }
         if grouped:
-            group = num_heads // num_kv_heads
-            qkv = self._emit(composed.ungrouped, qkv=qkv, head_dim=head_dim, group=group)
+            given["qkv"] = self._emit(
+                composed.ungrouped, qkv=given["qkv"], head_dim=head_dim, group=num_heads // num_kv_heads
+            )
         store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs)
         store |= dict(head_norms=head_norms, programmatic_launch=self._at.programmatic_launch)
-        queries = self._emit(ops.rope_append.overload, qkv=qkv, bias=None, num_heads=num_heads, **store)
+        queries = self._emit(ops.rope_append.overload, **given, bias=None, num_heads=num_heads, **store)
         return self.attention(self._times(queries, factor), **attend)
 
     def _times(self, queries: Any, factor: Any) -> Any:
@@ -307,11 +308,6 @@ def _turned_by(cos: Any, sin: Any, pairs: str) -> dict[str, Any]:
     return {"cos": cos, "sin": sin, "neighbors": pairs == "neighbors"}
 
 
-def joined_states(q, k, v):
-    """Return ``query | key | value`` [batch, query_len, features] of [batch, heads, query_len, head_dim] each."""
-    return torch.cat([each.transpose(1, 2).flatten(2) for each in (q, k, v)], dim=-1)
-
-
 def scaled_queries(queries, factor, query_len):
     """Return queries [batch, query_len, heads, head_dim] times a number for each new token, in the queries' dtype."""
     return (queries * factor.reshape(-1, query_len, 1, 1)).to(queries.dtype)
@@ -344,6 +340,9 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
         marks.text_positions, lengths=self._at.seq_lens, query_len=query_len
     ),
     marks.linear: Lowering._linear,
+    marks.joined_linear: lambda self, call, **arguments: self._emit(
+        ops.joined_gemv.overload, **arguments, programmatic_launch=self._at.programmatic_launch
+    ),
     marks.head_products: Lowering._head_products,
     marks.router_logits: Lowering._router_logits,
     marks.packed_linear: Lowering._packed_linear,
@@ -353,6 +352,9 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.attend_encoded: Lowering._attend_encoded,
     marks.latent_attend: Lowering._latent_attend,
     marks.gated: Lowering._gated,
+    marks.sigmoid_gated: lambda self, call, x, gate: self._emit(
+        ops.fused_swiglu.overload, gate=gate, up=x, activation=Activation.SIGMOID
+    ),
     marks.angles: Lowering._angles,
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,

@@ -36,6 +36,11 @@ def linear(x, weight, bias=None, transposed=False, activation=Activation.NONE, r
     return out if residual is None else out + residual
 
 
+def joined_linear(x, weights, norm=None):
+    """Return ``norm(x) @ weight.T`` for every weight, the features side by side."""
+    return torch.cat([linear(x, weight, norm=norm) for weight in weights], dim=-1)
+
+
 def packed_linear(x, quants, scales, zeros, multiplier, format, bias=None):
     """Return a product with a quantized weight, see ``ops.packed_gemv``."""
     raise NotImplementedError("a quantized product is run by its op alone")
@@ -179,6 +184,11 @@ def gated(x, gate_weight, up_weight, activation, norm=None):
     return activated(linear(x, gate_weight), activation) * linear(x, up_weight)
 
 
+def sigmoid_gated(x, gate):
+    """Return ``x * sigmoid(gate)``; the two may lie in different orders."""
+    return x * torch.sigmoid(gate)
+
+
 def angles(tables, formula, dtype, pairs):
     """Return cos and sin out of what a model has computed of its positions, see ``passes.attention``."""
     raise NotImplementedError("angles are emitted as one call")
@@ -188,9 +198,10 @@ def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, s
                       num_heads, num_kv_heads, head_dim, head_norms=None, factor=None):  # fmt: skip
     """Normalize and rotate queries and keys, then :func:`append` and :func:`attend`.
 
-    ``sources`` are queries, keys and values [batch, query_len, features] each, or one tensor with all of them; if
-    ``grouped``, that tensor is ordered by KV head. ``pairs`` says which elements turn together, see
-    ``architecture.Attention``. Turned queries are multiplied by ``factor``, a number for each new token.
+    ``sources`` are queries, keys and values, [batch, query_len, features] or [batch, query_len, heads, head_dim] each,
+    or one tensor [batch, query_len, features] with all of them; if ``grouped``, that tensor is ordered by KV head.
+    ``pairs`` says which elements turn together, see ``architecture.Attention``. Turned queries are multiplied by
+    ``factor``, a number for each new token.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
 

@@ -280,6 +280,15 @@ def test_prefetch_next_weight():
     assert torch.equal(made.run(), expected)
 
 
+def test_the_first_of_several_matrices_is_fetched():
+    program = Program()
+    x, weights = program.register(), [torch.zeros(8, 8) for _ in range(4)]
+    hidden = program.emit(ops.gemv.overload, x=x, weight=weights[0])
+    program.emit(ops.joined_gemv.overload, x=hidden, weights=weights[1:])
+    first, second = prefetch_next_weight(program.calls, program.register, Step(rows=1, programmatic_launch=True))
+    assert first.arguments["next_weight"] is weights[1] and "next_weight" not in second.arguments
+
+
 def test_ranks_send_through_the_memory_of_gpus():
     """Calls of a captured step become ops whose slots rotate: no call has a neighbor's, also from step to step."""
     ranks = SimpleNamespace(rank=0, size=2, peers=SimpleNamespace(buffers=lambda dtype: [dtype] * 2, status="status"))

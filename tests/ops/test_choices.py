@@ -32,6 +32,8 @@ def test_numbers_are_those_of_the_native_code(kind):
     (body,) = re.findall(rf"enum class {kind.__name__} : int \{{(.*?)\}};", text, re.DOTALL)
     native = {label: int(number) for label, number in re.findall(r"k(\w+) = (\d+)", body)}
     if kind is Activation:
+        gate = (CSRC / "fused_swiglu/gate.h").read_text()
+        native["Sigmoid"] = int(re.search(r"Activation kSigmoid\{(\d+)\};", gate)[1])  # of fused_swiglu only
         for label in ("ClampedSwiglu", "SquaredRelu"):  # of fused_experts only
             native[label] = int(re.search(rf"k{label} = (\d+);", text)[1])
     assert {member.label.replace("_", ""): int(member) for member in kind} == {k.lower(): v for k, v in native.items()}
@@ -59,7 +61,7 @@ def test_names_and_numbers_are_the_same_call(device):
     assert not torch.equal(ops.fused_swiglu(gate, up), found[0])
 
 
-@pytest.mark.parametrize("given", ("gelu_new", "GELU", 7, None))
+@pytest.mark.parametrize("given", ("gelu_new", "GELU", 8, None))
 def test_an_unknown_choice_lists_the_known_ones(given):
     x, weight = torch.randn(1, 8), torch.randn(4, 8)
     expected = f"activation is {given!r}, expected one of none, relu, silu, gelu_tanh, gelu"
@@ -69,5 +71,5 @@ def test_an_unknown_choice_lists_the_known_ones(given):
 
 def test_a_choice_that_an_op_does_not_have_is_named():
     x = torch.randn(1, 8)
-    with pytest.raises(OpInputError, match="activation is 'relu', expected one of silu, gelu_tanh, gelu"):
+    with pytest.raises(OpInputError, match="activation is 'relu', expected one of silu, gelu_tanh, gelu, sigmoid"):
         ops.fused_swiglu(x, x, "relu")

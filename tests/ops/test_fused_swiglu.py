@@ -7,10 +7,10 @@ import torch
 from checks import assert_gradients, assert_matches, common_tests, formula, over_dtypes
 from memory import same_bits
 
-from hf_fastpath.ops.fused_swiglu import GATES, SPEC
+from hf_fastpath.ops.fused_swiglu import ACTIVATIONS, GATES, SPEC
 from hf_fastpath.registry import Sample
 
-over_gates = pytest.mark.parametrize("activation", GATES)
+over_gates = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
 def odd_sizes(device, dtype):
@@ -18,7 +18,7 @@ def odd_sizes(device, dtype):
         return torch.randn(shape, device=device, dtype=dtype) * 3
 
     for size in (2, 3, 15, 17, 33, 127, 1025, 50_003):
-        for activation in GATES:
+        for activation in ACTIVATIONS:
             yield Sample(randn(size), randn(size), activation)
     yield Sample(randn(), randn(), "silu")
     yield Sample(randn(2, 0), randn(2, 0), "silu")
@@ -26,6 +26,9 @@ def odd_sizes(device, dtype):
     yield Sample(*both.chunk(2, -1), "gelu")  # halves of one projection, unaligned
     yield Sample(randn(6, 35), randn(35, 6).t(), "silu")  # the two differ in layout
     yield Sample(randn(3, 5, 7).permute(1, 2, 0), randn(5, 7, 3), "gelu_tanh")
+    for shape, heads in (((1, 1, 16), 256), ((3, 1, 5), 40), ((2, 3, 2), 33)):
+        joined = randn(*shape[:2], shape[2] * 2 * heads + 8)[..., :-8]  # queries | gates by head, beside something else
+        yield Sample(joined.unflatten(-1, (shape[2], 2 * heads))[..., heads:], randn(*shape, heads), "sigmoid")
 
 
 globals().update(common_tests(SPEC, odd_sizes))
@@ -41,12 +44,28 @@ def test_fused_swiglu_special_values(device, dtype, activation):
 
 
 @over_dtypes
-@over_gates
+@pytest.mark.parametrize("activation", GATES)
 def test_fused_swiglu_exact_where_the_gate_is_open(device, dtype, activation):
     """Every gate is the identity at 64 and zero at 0, so small integers give exact products."""
     gate = torch.randint(0, 2, (999,), device=device).to(dtype) * 64
     up = torch.randint(-3, 4, (999,), device=device).to(dtype)
     assert torch.equal(SPEC(gate, up, activation), gate * up)
+
+
+@over_dtypes
+def test_fused_swiglu_exact_where_a_sigmoid_is_known(device, dtype):
+    """A sigmoid is one at 64 and a half at 0, so small integers give exact products."""
+    is_open = torch.randint(0, 2, (999,), device=device).to(dtype)
+    up = torch.randint(-3, 4, (999,), device=device).to(dtype)
+    assert torch.equal(SPEC(is_open * 64, up, "sigmoid"), up * (1 + is_open) / 2)
+
+
+@over_dtypes
+def test_fused_swiglu_sigmoid_of_a_gate_that_is_nearly_shut(device, dtype):
+    """What is large stays there behind a small factor."""
+    gate = torch.linspace(-80, -20, 211, device=device).to(dtype)
+    largest = torch.finfo(dtype).max
+    assert_matches(SPEC, Sample(gate, torch.full_like(gate, largest / 2), "sigmoid"))
 
 
 @over_gates
@@ -70,5 +89,10 @@ def test_fused_swiglu_reference_is_transformers(dtype):
     from transformers.activations import ACT2FN
 
     gate, up = torch.randn(2, 1000, dtype=dtype) * 3
-    for activation, name in (("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("gelu", "gelu")):
+    for activation, name in (
+        ("silu", "silu"),
+        ("gelu_tanh", "gelu_pytorch_tanh"),
+        ("gelu", "gelu"),
+        ("sigmoid", "sigmoid"),
+    ):
         assert same_bits(SPEC.reference(gate, up, activation), ACT2FN[name](gate) * up)

@@ -9,7 +9,7 @@ import torch
 from checks import DTYPES, assert_matches, common_tests, is_native, ours, over_dtypes, replaced
 from memory import duplicate, same_bits
 
-from hf_fastpath.ops.rope_append import SPEC, random_angles
+from hf_fastpath.ops.rope_append import SPEC, random_angles, random_caches, random_head_norms
 from hf_fastpath.registry import OpInputError, Sample
 
 
@@ -160,6 +160,47 @@ def test_rope_append_of_neighbors_is_that_of_halves_in_another_order(device, dty
     assert same_bits(got["v_cache"], expected["v_cache"])
 
 
+def _by_head(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _last_first(x):
+    return x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+
+
+def _beside_gates(x):
+    return torch.cat((x, x), dim=-1)[..., : x.shape[-1]]
+
+
+@over_dtypes
+@pytest.mark.parametrize("lie", (_by_head, _last_first, _beside_gates), ids=lambda lie: lie.__name__)
+@pytest.mark.parametrize("kv", (None, torch.int8), ids=("float", "int8"))
+@pytest.mark.parametrize("norms", ("none", "each", "all"))
+def test_rope_append_of_heads_apart_is_that_of_one_projection(device, dtype, norms, kv, lie):
+    """Bit for bit, however heads, tokens and rows lie."""
+    heads, head_dim, lens = (6, 2, 2), 64, [3, 17]
+    sizes = dict(heads=heads[0], kv_heads=heads[1], head_dim=head_dim, capacity=9, query_len=3, seq_lens=lens)
+    given = make(device, dtype, **sizes, rotary_dim=32, bias=True).kwargs
+    caches, scales = random_caches((len(lens), heads[1], 9, head_dim), device, kv or dtype)
+    given |= dict(k_cache=caches[0], v_cache=caches[1], k_scales=scales[0], v_scales=scales[1])
+    if norms != "none":
+        given |= random_head_norms(norms, *heads[:2], head_dim, device, dtype)
+    q, k, v = map(lie, given["qkv"].unflatten(-1, (-1, head_dim)).split(heads, dim=2))
+    expected, got = ours(SPEC, Sample(**given)), ours(SPEC, Sample(**given | dict(qkv=q, k=k, v=v)))
+    for name in ("result", "k_cache", "v_cache", *(() if kv is None else ("k_scales", "v_scales"))):
+        assert same_bits(got[name], expected[name]), name
+
+
+@over_dtypes
+@pytest.mark.parametrize("norms", ("each", "all"))
+def test_rope_append_of_heads_apart_that_are_not_aligned(device, dtype, norms):
+    sizes = dict(heads=4, kv_heads=2, head_dim=64, capacity=9, query_len=2, seq_lens=[3, 17])
+    given = make(device, dtype, **sizes, rotary_dim=64).kwargs | random_head_norms(norms, 4, 2, 64, device, dtype)
+    together = torch.nn.functional.pad(given["qkv"].unflatten(-1, (-1, 64)), (1, 0))[..., 1:]
+    q, k, v = together.split([4, 2, 2], dim=2)
+    assert_matches(SPEC, Sample(**given | dict(qkv=q, k=k, v=v)))
+
+
 @over_dtypes
 def test_rope_append_special_values(device, dtype):
     """NaN and infinity in q, k and v reach their own pair of elements and nothing else."""
@@ -218,6 +259,13 @@ def test_rope_append_follows_kv_table(device, kv, shift):
         ({"seq_lens": torch.tensor([5])}, "seq_lens is torch.int64"),
         ({"sin": None}, "cos and sin go together"),
         ({"num_heads": 3}, "qkv has 128 features, expected .* = 160"),
+        ({"k": torch.zeros(1, 1, 1, 32)}, "k and v go together"),
+        ({name: torch.zeros(1, 1, 1, 32) for name in "kv"}, r"\(1, 1, 128\), expected \[batch, 1 or more, heads"),
+        ({"qkv": torch.zeros(1, 1, 3, 32), **{name: torch.zeros(1, 1, 1, 32) for name in "kv"}}, r"expected \(1, 1, 2"),
+        (
+            {"qkv": torch.zeros(1, 1, 2, 32), "k": torch.zeros(1, 1, 1, 32), "v": torch.zeros(1, 1, 2, 32)},
+            r"v has shape \(1, 1, 2, 32\), expected \(1, 1, 1, 32\)",
+        ),
         ({"kv_table": torch.zeros(1, 2, dtype=torch.int64)}, "kv_table is torch.int64"),
         ({"kv_table": torch.zeros(2, 3, dtype=torch.int64), "layer": 2}, "layer is 2, expected 0 to 1"),
         ({"q_norm_weight": torch.ones(32)}, "q_norm_weight and k_norm_weight go together"),

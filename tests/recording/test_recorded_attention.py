@@ -349,6 +349,27 @@ def test_norms_of_heads_are_one_call_with_rotation(norm, offset, of_all, rotatio
     assert not calls_of(recording, marks.normed)
 
 
+@pytest.mark.parametrize(("batch", "query_len"), ((1, 1), (3, 1), (2, 3)))
+def test_norms_of_heads_beside_gates(batch, query_len):
+    """Queries and gates are one projection, head by head (Qwen3-Next): the call takes queries where they lie."""
+
+    def step(m, x, positions, cache):
+        q, gate = m.q(x).view(*x.shape[:2], HEADS, 2 * DIM).chunk(2, dim=-1)
+        k, v = (each(x).unflatten(-1, (-1, DIM)) for each in (m.k, m.v))
+        q, k, v = (each.transpose(1, 2) for each in (m.q_norm(q), m.k_norm(k), v))
+        out = attention(m, halves(q, positions), halves(k, positions), v, cache)
+        return m.out(out * gate.reshape(*x.shape[:2], -1).sigmoid())
+
+    inside = dict(q=linear(2 * HEADS * DIM), k=linear(), v=linear(), out=linear(given=HEADS * DIM))
+    recording, model = recorded(step, batch, query_len, **inside, q_norm=OnePlus(DIM), k_norm=OnePlus(DIM))
+    assert_same(recording, model, PASSES)
+    (call,) = calls_of(recording, marks.rotated_attention)
+    found, (q, k, _) = call.arguments["head_norms"], map(recording.fact, call.arguments["sources"])
+    assert found.q is model.body.q_norm.weight and found.k is model.body.k_norm.weight and found.weight_offset == 1
+    assert q.shape == (batch, query_len, HEADS, DIM) and q.stride(2) == 2 * DIM and k.shape[2:] == (KV_HEADS * DIM,)
+    assert not calls_of(recording, marks.normed)
+
+
 def test_norms_of_heads_that_differ_stay_in_front_of_rotation():
     for q_norm, k_norm in (
         (_rms_norm(DIM), _rms_norm(DIM, eps=1e-3)),

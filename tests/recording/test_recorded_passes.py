@@ -15,7 +15,9 @@ from hf_fastpath.recording.passes import (
     PASSES,
     axes,
     experts,
+    joined_products,
     modules,
+    output_gates,
     products,
     products_of_heads,
     scaled_experts,
@@ -789,6 +791,62 @@ def test_gates_that_kernels_lack_stay_apart():
         assert not calls_of(recording, marks.gated), step.__name__
 
 
+@pytest.mark.parametrize("order", ("x first", "gate first"))
+def test_outputs_behind_a_sigmoid(order):
+    def step(m, x, *_):
+        shut = torch.sigmoid(m.gate(x))
+        return m.out(m.x(x) * shut if order == "x first" else shut * m.x(x))
+
+    recording, model = recorded(step, gate=linear(24), x=linear(24), out=linear(given=24))
+    assert_same(recording, model, [output_gates.output_gates])
+    assert names(recording) == ["linear", "linear", "sigmoid_gated", "linear"]
+
+
+@pytest.mark.parametrize("cut", (lambda y: y.chunk(2, dim=-1)[1], lambda y: y[..., 6:]))
+@pytest.mark.parametrize("batch", (1, 3))
+def test_gates_beside_queries_are_not_copied(cut, batch):
+    def step(m, x, *_):
+        gate = cut(m.both(x).view(*x.shape[:2], -1, 12)).reshape(*x.shape[:2], -1)
+        return m.out(m.x(x) * gate.sigmoid())
+
+    recording, model = recorded(step, batch=batch, both=linear(48), x=linear(24), out=linear(given=24))
+    assert_same(recording, model, [views.no_change, output_gates.output_gates])
+    (call,) = calls_of(recording, marks.sigmoid_gated)
+    x, gate = (recording.fact(call.arguments[name]) for name in ("x", "gate"))
+    assert x.shape == gate.shape == (batch, 1, 4, 6) and x.is_contiguous() and gate.stride()[-2:] == (12, 1)
+    assert not {"sigmoid", "mul", "clone"} & set(names(recording))
+
+
+def test_other_gates_of_outputs_stay():
+    def read_twice(m, x, *_):
+        shut = m.gate(x).sigmoid()
+        return m.x(x) * shut + shut
+
+    def of_all(m, x, *_):
+        return m.x(x) * m.gate(x)[..., :1].sigmoid()
+
+    def other(m, x, *_):
+        return m.x(x) * m.gate(x).tanh()
+
+    def by_number(m, x, *_):
+        return 2 * m.gate(x).sigmoid()
+
+    def wider(m, x, *_):
+        return (m.x(x) * m.gate(x).double().sigmoid()).float()
+
+    def written(m, x, *_):
+        gate = m.gate(x)
+        shut = gate.view(-1).sigmoid()
+        gate.view(-1).mul_(2)
+        return (m.x(x).view(-1) * shut).view(x.shape) + gate
+
+    for step in (read_twice, of_all, other, by_number, wider, written):
+        recording, model = recorded(step, gate=linear(), x=linear())
+        before = names(recording)
+        assert_same(recording, model, [output_gates.output_gates])
+        assert names(recording) == before and "mul" in before, step.__name__
+
+
 @pytest.mark.parametrize("act", (nn.SiLU(), nn.ReLU(), nn.GELU(), nn.GELU("tanh")))
 def test_plain_mlps(act):
     recording, model = recorded(
@@ -907,6 +965,48 @@ def test_a_norm_of_what_is_written_behind_it_stays_where_it_is():
     assert_same(recording, model, PASSES)
 
 
+@pytest.mark.parametrize("count", (1, 2, 3, 4, 5, 7))
+def test_products_of_one_row_are_joined(count):
+    def step(m, x, *_):
+        x = m.norm(x)
+        return sum((place + 1) * getattr(m, f"l{place}")(x).sin().sum(-1) for place in range(count))[..., None] * x
+
+    inside = {f"l{place}": linear(8 * (place + 1)) for place in range(count)}
+    recording, model = recorded(step, norm=nn.RMSNorm(WIDTH, eps=1e-6), **inside)
+    passes = [modules.module_formulas, products.norms_in_front, joined_products.joined_products]
+    assert_same(recording, model, passes)
+    joined = [call.arguments["weights"] for call in calls_of(recording, marks.joined_linear)]
+    alone = calls_of(recording, marks.linear)
+    of_model = [getattr(model.body, f"l{place}").weight for place in range(count)]
+    together, rest = of_model[: count - (count % 3 == 1)], of_model[count - (count % 3 == 1) :]
+    assert [id(weight) for weights in joined for weight in weights] == [id(weight) for weight in together]
+    assert [len(weights) for weights in joined] == [3] * (count // 3) + ([2] if count % 3 == 2 else [])
+    assert [id(call.arguments["weight"]) for call in alone] == [id(weight) for weight in rest]
+
+
+@pytest.mark.parametrize(
+    "how", ("bias", "residual", "activation", "x", "norm", "alignment", "batch", "tokens", "written")
+)
+def test_products_that_are_not_of_one_row_or_more_than_products_stay_apart(how):
+    def step(m, x, *_):
+        if how == "written":
+            x = x * 2
+            one = m.one(x)
+            x.add_(1)
+            return one + m.two(x) * x
+        of_two = x.sin() if how == "x" else m.norm(x) if how == "norm" else x
+        one, two = m.one(x), m.two(of_two)
+        two = two + x if how == "residual" else two
+        return m.out(one.cos() * (two.relu() if how == "activation" else two.sin()))
+
+    width = 17 if how == "alignment" else WIDTH
+    inside = dict(one=linear(width, bias=how == "bias"), two=linear(width), out=linear(given=width))
+    inside |= dict(norm=nn.RMSNorm(WIDTH, eps=1e-6))
+    recording, model = recorded(step, 2 if how == "batch" else 1, 2 if how == "tokens" else 1, **inside)
+    assert_same(recording, model, PASSES)
+    assert not calls_of(recording, marks.joined_linear) and len(calls_of(recording, marks.linear)) >= 2
+
+
 # ---- positions of several axes ---------------------------------------------------------------------------------------
 
 
@@ -928,6 +1028,39 @@ def test_writes_from_one_axis_to_another_that_is_alike():
     assert calls_of(recording, _aten.copy_.default) and recording.mutated
     assert_same(recording, model, [axes.writes_of_like_axes])
     assert not calls_of(recording, _aten.copy_.default) and not recording.mutated
+
+
+@pytest.mark.parametrize("is_alike", (True, False))
+def test_axes_whose_angles_are_a_matrix_product(is_alike):
+    """As in Qwen3.5 before transformers 5.24; the frequencies are a constant by then."""
+
+    def step(m, x, positions, cache):
+        frequencies = m.frequencies[None, None, :, None].expand(3, 1, -1, 1)
+        if not is_alike:
+            frequencies = frequencies * m.factors[:, None, None, None]
+        product = frequencies @ positions[None].expand(3, *positions.shape)[:, :, None].float()
+        angles = product.transpose(2, 3).cos()
+        chosen = angles[0]
+        chosen[..., 1:7:3] = angles[1, ..., 1:7:3]
+        return x * torch.cat((chosen, chosen), dim=-1)
+
+    inside = dict(frequencies=torch.rand(WIDTH // 2), factors=torch.tensor([1.0, 2.0, 3.0]))
+    recording, model = recorded(step, **inside)
+    assert_same(recording, model, [views.constant_views, axes.writes_of_like_axes])
+    assert bool(calls_of(recording, _aten.copy_.default)) != is_alike
+
+
+def test_a_transposed_axis_is_no_longer_the_first():
+    def step(m, x, positions, cache):
+        angles = positions[None].expand(2, *positions.shape)[..., None] * m.frequencies  # [2, 1, 1, 2]
+        angles = angles.transpose(0, 3).cos()  # [2 that differ, 1, 1, 2 that are alike]
+        chosen = angles[0]
+        chosen[..., :1] = angles[1, ..., :1]
+        return x * torch.cat([chosen] * (WIDTH // 2), dim=-1)
+
+    recording, model = recorded(step, frequencies=torch.tensor([0.3, 0.7]))
+    assert_same(recording, model, [axes.writes_of_like_axes])
+    assert calls_of(recording, _aten.copy_.default)
 
 
 def test_writes_of_other_numbers_stay():

@@ -305,6 +305,19 @@ def test_a_cache_of_another_batch_is_refused(model_type):
         ours.generate(prompt(2, 12), **{CACHE: cache}, **GREEDY)
 
 
+def test_pytorch_computes_nothing_in_a_layer():
+    """Of a gated delta rule, and of attention behind a gate: all but views is by ops of ours."""
+    _, ours = pair("qwen3_5_text")
+    assert_equal(ours, pair("qwen3_5_text")[0])
+    names = [each.removesuffix(".default") for each in plans_of(ours)[0].program.op_names()]
+    views = ("reshape", "slice.Tensor", "select.int", "split.Tensor", "split_with_sizes", "getitem", "run_angles")
+    found = [each for each in names[names.index("joined_gemv") :] if each not in views]
+    behind = ["gemv", "gemv_swiglu", "gemv"]
+    delta = ["joined_gemv", "gemv", "short_convolution", "gated_delta_step", "gated_rms_norm", *behind]
+    attention = ["joined_gemv", "rope_append", "decode_attention", "fused_swiglu", *behind]
+    assert found == [*delta, *attention, "gemv", "greedy_token"]
+
+
 def test_layers():
     kinds = {
         name: {type(each) for each in FastpathCache(small_model(name).config).state_layers}

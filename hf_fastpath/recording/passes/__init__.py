@@ -16,9 +16,11 @@ from . import (
     experts,
     gated_norms,
     head_norms,
+    joined_products,
     latent_rotation,
     lengths,
     modules,
+    output_gates,
     own_attention,
     position_bias,
     products,
@@ -65,8 +67,10 @@ PASSES: tuple[Pass, ...] = (
     experts.router_logits,
     experts.routers,
     products.gates,
+    output_gates.output_gates,
     products.residuals,
     products.norms_in_front,
+    joined_products.joined_products,
 )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...decode.named_calls import Call, Register
+from .. import marks
 from ..recording import Recording
 from .regions import Memory
 
@@ -24,9 +25,10 @@ _VIEWS = frozenset(
         *(_aten.view.default, _aten.transpose.int, _aten.permute.default, _aten.alias.default),
     }
 )
-#: calls that compute every element of the result by itself
-_BY_ELEMENT = frozenset(
+#: calls that compute every place of the result's first dimension by itself
+_BY_PLACE = frozenset(
     {
+        marks.matmul,
         *(_aten._to_copy.default, _aten.cos.default, _aten.sin.default, _aten.neg.default, _aten.clone.default),
         *(_aten.mul.Tensor, _aten.add.Tensor, _aten.sub.Tensor, _aten.div.Tensor),
     }
@@ -88,7 +90,7 @@ def _alike(recording: Recording) -> set[int]:
     """Return the registers of tensors that are the same at every place of their first dimension."""
     found: set[int] = set()
     for call in recording.calls:
-        out, given = recording.fact(call.out), call.arguments.get("self")
+        out, given = recording.fact(call.out), next(iter(call.arguments.values()), None)
         if not isinstance(out, torch.Tensor) or not isinstance(given, (Register, torch.Tensor)) or out.dim() < 2:
             continue
         inside = recording.fact(given)
@@ -98,7 +100,10 @@ def _alike(recording: Recording) -> set[int]:
             is_alike = _index(given) in found
         elif call.op is _aten.unsqueeze.default:
             is_alike = _index(given) in found and call.arguments["dim"] % out.dim() > 0
-        elif call.op in _BY_ELEMENT:
+        elif call.op is _aten.transpose.int:
+            dims = (call.arguments[name] % out.dim() for name in ("dim0", "dim1"))
+            is_alike = _index(given) in found and 0 not in dims
+        elif call.op in _BY_PLACE:
             operands = [each for each in call.arguments.values() if isinstance(each, (Register, torch.Tensor))]
             is_alike = all(_is_alike(recording, each, out.dim(), found) for each in operands)
         else:
@@ -111,4 +116,4 @@ def _alike(recording: Recording) -> set[int]:
 def _is_alike(recording: Recording, value: Any, dims: int, found: set[int]) -> bool:
     """Whether an operand is the same at every place of the first of ``dims`` dimensions of the result."""
     fact = recording.fact(value)
-    return _index(value) in found or fact.dim() < dims or fact.shape[0] == 1
+    return _index(value) in found or fact.dim() < dims or fact.shape[0] == 1 or fact.stride(0) == 0

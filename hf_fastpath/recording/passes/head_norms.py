@@ -1,4 +1,4 @@
-"""Pass: norms of queries and keys, between projection and rotation."""
+"""Pass: norms of queries and keys in front of rotation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _aten = torch.ops.aten
 
 
 def head_norms(recording: Recording, model: nn.Module) -> None:
-    """Pass: let the rotation do norms of queries and keys between projection and rotation."""
+    """Pass: let the rotation do norms of queries and keys, of projections or of heads that lie anywhere."""
     producers = recording.producers()
     for call in recording.calls:
         if call.op is not marks.rotated_attention or len(call.arguments["sources"]) != 3:
             continue
         q, k, v = call.arguments["sources"]
         normed = [producers[each.index] for each in (q, k)]
-        found = [_projection_under(recording, producers, each) for each in normed]
+        found = [_normed_by(recording, producers, each) for each in normed]
         if None in found:
             continue
         norms = [each.arguments["norm"] for each in normed]
@@ -40,8 +40,8 @@ def _weight_offset(normed: Call) -> float:
     return 1.0 if normed.arguments.get("unit_offset") else normed.arguments["norm"].kind.weight_offset
 
 
-def _projection_under(recording: Recording, producers: dict[int, Call], normed: Call) -> Register | None:
-    """Return the input of an RMS norm with a weight if that is a projection viewed as heads; else None."""
+def _normed_by(recording: Recording, producers: dict[int, Call], normed: Call) -> Register | None:
+    """Return what an RMS norm with a weight is of: a projection, or heads of tokens; None if it is neither."""
     if normed.op is not marks.normed or normed.arguments.get("residual") is not None:
         return None
     norm, register = normed.arguments["norm"], normed.arguments["x"]
@@ -51,10 +51,13 @@ def _projection_under(recording: Recording, producers: dict[int, Call], normed: 
     views = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
     if recording.query_len == 1:
         views.add(_aten.transpose.int)  # a transpose moves no elements of one token
-    call = producers.get(register.index)
+    projection, call = register, producers.get(register.index)
     while call is not None and call.op in views:
-        register = read_by(call)[0]
-        call = producers.get(register.index)
-    if call is None or call.op is not marks.linear or register.index in recording.mutated:
+        projection = read_by(call)[0]
+        call = producers.get(projection.index)
+    size = recording.fact(normed.out).numel()
+    if call is not None and call.op is marks.linear and recording.fact(projection).numel() == size:
+        register = projection
+    elif recording.fact(register).shape[:2] != (recording.batch, recording.query_len):
         return None
-    return register if recording.fact(register).numel() == recording.fact(normed.out).numel() else None
+    return None if register.index in recording.mutated else register

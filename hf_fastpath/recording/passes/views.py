@@ -13,7 +13,8 @@ from .lengths import follows_length
 
 _aten = torch.ops.aten
 
-_RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+#: views of all elements, in their order; of memory in another order they are copies
+RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 #: views of a parameter, which are as good as the parameter
 _OF_CONSTANTS = frozenset(
     {
@@ -84,9 +85,9 @@ def no_change(recording: Recording, model: nn.Module) -> None:
             given = values[given.index]
         if not isinstance(given, Register) or given.index in recording.mutated:
             continue
-        if call.op in _RESHAPES:
+        if call.op in RESHAPES:
             inner = producers.get(given.index)
-            while inner is not None and inner.op in _RESHAPES and inner.out.index not in recording.mutated:
+            while inner is not None and inner.op in RESHAPES and inner.out.index not in recording.mutated:
                 given = next(iter(inner.arguments.values()))
                 if not isinstance(given, Register):
                     break
@@ -124,7 +125,7 @@ def _changes_nothing(recording: Recording, call: Call, given: Any) -> bool:
         return False
     if out.shape != taken.shape or out.dtype != taken.dtype:
         return False
-    if call.op in (*_RESHAPES, _aten.expand.default, _aten.slice.Tensor, _aten.clone.default, _aten._to_copy.default):
+    if call.op in (*RESHAPES, _aten.expand.default, _aten.slice.Tensor, _aten.clone.default, _aten._to_copy.default):
         return True
     if call.op is _aten.mul.Tensor:
         return isinstance(call.arguments["other"], (int, float)) and call.arguments["other"] == 1
