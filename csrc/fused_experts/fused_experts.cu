@@ -38,10 +38,7 @@ constexpr int kLoads = 8;
 constexpr int kMinBlocks = 2;  // an SM: leaves 128 registers a thread
 static_assert(kMaxX == kWarps, "a warp of the down kernel reads the choices of one row");
 constexpr int kRowBlocks = 3;                // the same for one row, whose kernel is 5 % slower with 2 (H100)
-constexpr int kDownBlocks = 4;               // of down for one row: the next kernels start beside two of them
 constexpr int kUnroll = kLoads / 2;          // of gate and up
-constexpr int kMostRowBytes = 40 * 1024;     // of x in shared memory: no kernel has to ask for so few
-constexpr int kMostHiddenBytes = 90 * 1024;  // of shared memory, of which two blocks of any device have room
 constexpr int kRound = kUnroll * kWarpSize;  // chunks of a row that a warp asks for at once
 
 template <class T, int kElems, int kX>
@@ -243,13 +240,25 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   const int output = blockIdx.x * kWarps + warp, n = min(output, p.hidden_size - 1);
   const int first_row = blockIdx.y * kMaxX;
   allow_next_kernel();
-  find_chosen(p, first_row, chosen);
+  if constexpr (kX == 1) {
+    if (warp == 0) find_only_chosen<T>(p, lane, chosen);
+    __syncthreads();  // the row's choices
+  } else {
+    find_chosen(p, first_row, chosen);
+  }
 
   const int chunks = p.width / kElems;
   const T* hidden = static_cast<const T*>(p.hidden) + int64_t(first_row) * p.top_k * p.width;
   // Where loads are, and where their use is: an expert of the list and a chunk of its row, without the lane.
   int next = 0, next_base = 0, at = 0, base = 0;
-  typename C::Raw raw[kLoads];
+  typename C::Raw raw[kLoads], hidden_raw[kLoads];
+  const auto load_hidden = [&](int u, int expert, int from) {
+    const int chunk = from + lane;
+    const bool present = expert < chosen.count && chunk < chunks;
+    hidden_raw[u] =
+        present ? C::load(hidden + int64_t(chosen.source[expert][0]) * p.width + int64_t(chunk) * kElems)
+                : C::zero();
+  };
   const auto load = [&](int u) {
     const int chunk = next_base + lane;
     const bool present = next < chosen.count && chunk < chunks;
@@ -265,6 +274,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   for (int u = 0; u < kLoads; ++u) load(u), advance(next, next_base);
   wait_for_previous_kernel();  // for `hidden`
   drop_l1();
+  if (kX == 1) {
+    int expert = 0, from = 0;
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) load_hidden(u, expert, from), advance(expert, from);
+  }
 
   float accumulators[kX];
 #pragma unroll
@@ -280,10 +294,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
         for (int m = 0; m < kX; ++m) {
           const int source = chosen.source[at][m];
           if (source < 0) continue;  // the same in all lanes
-          const int chunk = base + lane;
-          const T* row = hidden + (int64_t(m) * p.top_k + source) * p.width;
+          if (kX > 1) {
+            const int chunk = base + lane;
+            const T* row = hidden + (int64_t(m) * p.top_k + source) * p.width;
+            hidden_raw[u] = chunk < chunks ? C::load(row + int64_t(chunk) * kElems) : C::zero();
+          }
           float h[kElems], product = 0.f;
-          C::unpack(chunk < chunks ? C::load(row + int64_t(chunk) * kElems) : C::zero(), h);
+          C::unpack(hidden_raw[u], h);
 #pragma unroll
           for (int e = 0; e < kElems; ++e) product = fmaf(w[e], h[e], product);
           accumulators[m] = fmaf(chosen.weight[at][m], product, accumulators[m]);
@@ -291,6 +308,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
       }
       advance(at, base);
       load(u);
+      if (kX == 1) load_hidden(u, next, next_base);
       advance(next, next_base);
     }
   }
@@ -307,98 +325,23 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   static_cast<T*>(p.out)[place] = from_float<T>(sum);
 }
 
-// The same for one row. Every warp reads all of `hidden`, which the block therefore keeps in shared memory.
-template <class T, int kElems>
-__global__ void __launch_bounds__(kThreads, kDownBlocks) down_row_kernel(FusedExpertsParams p) {
-  using C = Chunk<T, kElems>;
-  using Raw = typename C::Raw;
-  extern __shared__ __align__(16) char shared[];
-  __shared__ Chosen<1> chosen;
-  const Raw* const hidden = reinterpret_cast<const Raw*>(shared);  // [top_k, chunks]
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int output = blockIdx.x * kWarps + warp, n = min(output, p.hidden_size - 1);
-  allow_next_kernel();
-  if (warp == 0) find_only_chosen<T>(p, lane, chosen);
-  __syncthreads();  // the choices
-
-  const int chunks = p.width / kElems;
-  int next = 0, next_chunk = lane;  // of the loads
-  const T* from = nullptr;          // the row of that expert
-  const auto find_row = [&] {
-    if (next < chosen.count) from = stack_row<T>(p.down, chosen.expert[next], n);
-  };
-  Raw raw[kLoads];
-  const auto load = [&](int u) {
-    const bool present = next < chosen.count && next_chunk < chunks;
-    raw[u] = present ? C::load_once(from + next_chunk * kElems) : C::zero();
-    next_chunk += kWarpSize;
-    if (next_chunk - lane >= chunks) ++next, next_chunk = lane, find_row();
-  };
-  find_row();
-#pragma unroll
-  for (int u = 0; u < kLoads; ++u) load(u);
-  wait_for_previous_kernel();  // for `hidden`
-  const T* const all = static_cast<const T*>(p.hidden);
-  for (int i = threadIdx.x; i < p.top_k * chunks; i += kThreads) {
-    if constexpr (kElems > 1) {
-      copy_async(shared + i * sizeof(Raw), all + i * kElems, true);
-    } else {
-      reinterpret_cast<Raw*>(shared)[i] = C::load_l2(all + i);
-    }
-  }
-  commit_copies();
-  float residual = 0.f;
-  if (p.residual) residual = to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(p.residual) + n));
-  wait_for_copies<0>();
-  __syncthreads();  // `hidden`
-
-  float sum = 0.f;
-  int at = 0, chunk = lane;  // of the loads that are used
-#pragma unroll 1
-  while (at < chosen.count) {
-#pragma unroll
-    for (int u = 0; u < kLoads; ++u) {
-      if (at < chosen.count) {
-        float w[kElems], h[kElems], product = 0.f;
-        C::unpack(raw[u], w);
-        C::unpack(chunk < chunks ? hidden[chosen.source[at][0] * chunks + chunk] : C::zero(), h);
-#pragma unroll
-        for (int e = 0; e < kElems; ++e) product = fmaf(w[e], h[e], product);
-        sum = fmaf(chosen.weight[at][0], product, sum);
-        chunk += kWarpSize;
-        if (chunk - lane >= chunks) ++at, chunk = lane;
-      }
-      load(u);
-    }
-  }
-  std::conditional_t<sizeof(T) == 4, double, float> wide[1] = {sum};
-  sum = static_cast<float>(warp_sums<1>(wide, lane)) + residual;
-  if (lane == 0 && output < p.hidden_size) static_cast<T*>(p.out)[output] = from_float<T>(sum);
-}
-
 template <class T, int kElems, int kX>
 void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
   const dim3 block(kThreads), down_grid((p.hidden_size + kWarps - 1) / kWarps, row_groups(p));
-  const bool programmatic_launch = true;  // of down: the kernel in front is our own and writes nothing read early
   if constexpr (kX == 1) {
     const int features = p.top_k * p.width, most = multiprocessor_count() * kRowBlocks;
     const dim3 grid(std::min((features + kWarps - 1) / kWarps, most));
     const size_t row_bytes = padded_chunks<kElems, kRound>(p.hidden_size) * kElems * sizeof(T);
     HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_row_kernel<T, kElems>, grid, block, row_bytes, stream,
                                                p.programmatic_launch, p));
-    const size_t hidden_bytes = features * sizeof(T);
-    if (hidden_bytes > kMostRowBytes)
-      HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(
-          down_row_kernel<T, kElems>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostHiddenBytes));
-    HF_FASTPATH_CUDA_CHECK(launch_programmatic(down_row_kernel<T, kElems>, down_grid, block, hidden_bytes,
-                                               stream, programmatic_launch, p));
   } else {
     const dim3 grid = expert_grid(p, p.width, kWarps);
     HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_kernel<T, kElems, kX>, grid, block, size_t(0), stream,
                                                p.programmatic_launch, p));
-    HF_FASTPATH_CUDA_CHECK(launch_programmatic(down_kernel<T, kElems, kX>, down_grid, block, size_t(0),
-                                               stream, programmatic_launch, p));
   }
+  // The kernel in front is our own: it writes nothing that is read early.
+  HF_FASTPATH_CUDA_CHECK(
+      launch_programmatic(down_kernel<T, kElems, kX>, down_grid, block, size_t(0), stream, true, p));
 }
 
 template <class T, int kElems>
@@ -414,8 +357,8 @@ void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
 }  // namespace
 
 bool takes_row(const FusedExpertsParams& p) {
-  const int64_t size = element_size(p.dtype), hidden_bytes = size * p.top_k * p.width;
-  return p.rows == 1 && p.hidden_size * size <= kMostRowBytes && hidden_bytes <= kMostHiddenBytes;
+  constexpr int kMostBytes = 40 * 1024;  // every device has room for them, and for all else
+  return p.rows == 1 && p.hidden_size * element_size(p.dtype) <= kMostBytes;
 }
 
 void launch_fused_experts(const FusedExpertsParams& p, cudaStream_t stream) {
