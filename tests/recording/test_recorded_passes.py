@@ -1001,6 +1001,23 @@ def test_products_of_one_row_are_joined(count):
 
 
 @pytest.mark.parametrize(
+    ("features", "joined"),
+    (((17, 1), [[17, 1]]), ((8, 17, 1), [[8, 17, 1]]), ((17, 8, 8), [[8, 8]]), ((1, 17, 9), []), ((3, 4, 1), [[3, 1]])),
+)
+def test_slices_of_a_joined_product_are_aligned(features, joined):
+    """A router of 17 experts and the gate of a shared one, for example."""
+
+    def step(m, x, *_):
+        return sum(getattr(m, f"l{place}")(x).sin().sum(-1) for place in range(len(features)))[..., None] * x
+
+    inside = {f"l{place}": linear(count) for place, count in enumerate(features)}
+    recording, model = recorded(step, **inside)
+    assert_same(recording, model, [joined_products.joined_products])
+    found = [[len(each) for each in call.arguments["weights"]] for call in calls_of(recording, marks.joined_linear)]
+    assert found == joined
+
+
+@pytest.mark.parametrize(
     "how", ("bias", "residual", "activation", "x", "norm", "alignment", "batch", "tokens", "written")
 )
 def test_products_that_are_not_of_one_row_or_more_than_products_stay_apart(how):
