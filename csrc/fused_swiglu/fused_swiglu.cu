@@ -2,8 +2,8 @@
 // Work split: grid.x covers a row in tiles of kThreads * kUnroll chunks of 16 bytes, grid.y the rows
 //   (contiguous inputs are one long row); a thread takes every kThreads-th chunk of its tile, its loads
 //   issued before the first use. What is left after the last whole chunk, and inputs whose rows are not
-//   16-byte aligned, go element by element through the same kernel. A block starts while the kernel in front
-//   ends: with few rows, that is most of its time.
+//   16-byte aligned, go element by element through the same kernel. A row may have one gate for all. A block
+//   starts while the kernel in front ends: with few rows, that is most of its time.
 // Traffic: 3 * count * sizeof(T): two reads, one write.
 // Roofline: copy bandwidth. 90 % of read bandwidth for float16, 16000x3072 (H200, 2026-11).
 
@@ -29,6 +29,7 @@ struct Params {
   const T* up;
   T* out;
   int64_t rows, chunks, gate_stride, up_stride, out_stride;
+  bool one_gate;  // of a whole row
 };
 
 // kGate: an Activation, as a number: nvcc cannot launch templates with one that has no name in its enum.
@@ -48,10 +49,12 @@ __global__ void __launch_bounds__(kThreads) swiglu_kernel(Params<T> p) {
   wait_for_previous_kernel();  // gate and up
   for (int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
     typename C::Raw gate[kUnroll], up[kUnroll];
+    const float of_row = p.one_gate ? to_float(Chunk<T, 1>::load_l2(p.gate + row * p.gate_stride)) : 0.f;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t i = first + u * kThreads;
-      gate[u] = i < p.chunks ? C::load_l2(p.gate + row * p.gate_stride + i * kElems) : C::zero();
+      gate[u] =
+          i < p.chunks && !p.one_gate ? C::load_l2(p.gate + row * p.gate_stride + i * kElems) : C::zero();
       up[u] = i < p.chunks ? C::load_l2(p.up + row * p.up_stride + i * kElems) : C::zero();
     }
 #pragma unroll
@@ -61,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) swiglu_kernel(Params<T> p) {
       C::unpack(gate[u], g);
       C::unpack(up[u], v);
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) g[e] = gated<kGate>(g[e], v[e]);
+      for (int e = 0; e < kElems; ++e) g[e] = gated<kGate>(p.one_gate ? of_row : g[e], v[e]);
       if (i < p.chunks) C::store(p.out + row * p.out_stride + i * kElems, g);
     }
   }
@@ -84,13 +87,15 @@ template <class T, Activation kActivation>
 void launch_all(Params<T> p, int64_t columns, cudaStream_t stream) {
   constexpr int kElems = kVecElems<T>;
   const bool one_row = p.rows == 1;
+  const auto fits = [&](const T* start, int64_t stride) {
+    return is_aligned16(start) && (one_row || stride % kElems == 0);
+  };
   const bool aligned =
-      is_aligned16(p.gate) && is_aligned16(p.up) && is_aligned16(p.out) &&
-      (one_row || (p.gate_stride % kElems == 0 && p.up_stride % kElems == 0 && p.out_stride % kElems == 0));
+      (p.one_gate || fits(p.gate, p.gate_stride)) && fits(p.up, p.up_stride) && fits(p.out, p.out_stride);
   p.chunks = aligned ? columns / kElems : 0;
   launch<T, kElems, int(kActivation)>(p, stream);
   const int64_t done = p.chunks * kElems;
-  p.gate += done, p.up += done, p.out += done;
+  p.gate += p.one_gate ? 0 : done, p.up += done, p.out += done;
   p.chunks = columns - done;
   launch<T, 1, int(kActivation)>(p, stream);
 }
@@ -98,16 +103,16 @@ void launch_all(Params<T> p, int64_t columns, cudaStream_t stream) {
 }  // namespace
 
 void launch_fused_swiglu(const void* gate, const void* up, void* out, int64_t rows, int64_t columns,
-                         int64_t gate_stride, int64_t up_stride, DType dtype, Activation activation,
-                         cudaStream_t stream) {
-  const bool contiguous = gate_stride == columns && up_stride == columns;
+                         int64_t gate_stride, int64_t up_stride, bool one_gate, DType dtype,
+                         Activation activation, cudaStream_t stream) {
+  const bool contiguous = !one_gate && gate_stride == columns && up_stride == columns;
   const int64_t count = rows * columns;
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
     Params<T> p{static_cast<const T*>(gate), static_cast<const T*>(up), static_cast<T*>(out)};
     p.rows = contiguous ? 1 : rows;
     const int64_t row_elems = contiguous ? count : columns;
-    p.gate_stride = gate_stride, p.up_stride = up_stride, p.out_stride = columns;
+    p.gate_stride = gate_stride, p.up_stride = up_stride, p.out_stride = columns, p.one_gate = one_gate;
     if (activation == kSigmoid) return launch_all<T, kSigmoid>(p, row_elems, stream);
     switch (activation) {
       case Activation::kSilu:

@@ -15,30 +15,36 @@ HF_INLINE __m256 gated_ps(__m256 gate, __m256 up) {
   return _mm256_mul_ps(activate_ps<kActivation>(gate), up);
 }
 
-template <class Element, Activation kActivation>
+template <class Element, Activation kActivation, bool kOneGate>
 void gated_range(const typename Element::Storage* gate, const typename Element::Storage* up,
                  typename Element::Storage* out, int64_t count) {
+  __m256 of_all = _mm256_setzero_ps();
+  if constexpr (kOneGate) of_all = _mm256_broadcastss_ps(_mm256_castps256_ps128(Element::load(gate, 1)));
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    Element::store(out + i, gated_ps<kActivation>(Element::load(gate + i), Element::load(up + i)));
+    const __m256 z = kOneGate ? of_all : Element::load(gate + i);
+    Element::store(out + i, gated_ps<kActivation>(z, Element::load(up + i)));
   }
   if (i < count) {
     const int64_t n = count - i;
-    Element::store(out + i, gated_ps<kActivation>(Element::load(gate + i, n), Element::load(up + i, n)), n);
+    const __m256 z = kOneGate ? of_all : Element::load(gate + i, n);
+    Element::store(out + i, gated_ps<kActivation>(z, Element::load(up + i, n)), n);
   }
 }
 
 }  // namespace
 
 void gated_avx2(DType dtype, Activation activation, const void* gate, const void* up, void* out,
-                int64_t count) {
+                int64_t count, bool one_gate) {
   with_element(dtype, [=](auto element) {
     using Element = decltype(element);
     using Storage = typename Element::Storage;
     const auto run = [=](auto tag) {
-      gated_range<Element, decltype(tag)::value>(static_cast<const Storage*>(gate),
-                                                 static_cast<const Storage*>(up), static_cast<Storage*>(out),
-                                                 count);
+      constexpr Activation kActivation = decltype(tag)::value;
+      const auto range =
+          one_gate ? gated_range<Element, kActivation, true> : gated_range<Element, kActivation, false>;
+      range(static_cast<const Storage*>(gate), static_cast<const Storage*>(up), static_cast<Storage*>(out),
+            count);
     };
     if (activation == kSigmoid) return run(ActivationTag<kSigmoid>{});
     with_activation(activation, run);

@@ -5,10 +5,11 @@
 
 namespace hf_fastpath {
 
-// out[i] = activation(gate[i]) * up[i] for `count` contiguous elements of `dtype`; is_gate(activation).
+// out[i] = activation(gate[i]) * up[i] for `count` contiguous elements of `dtype`; is_gate(activation). With
+// `one_gate` gate[0] is that of all.
 void gated_portable(DType dtype, Activation activation, const void* gate, const void* up, void* out,
-                    int64_t count);
+                    int64_t count, bool one_gate);
 void gated_avx2(DType dtype, Activation activation, const void* gate, const void* up, void* out,
-                int64_t count);
+                int64_t count, bool one_gate);
 
 }  // namespace hf_fastpath

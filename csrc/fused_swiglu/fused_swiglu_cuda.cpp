@@ -10,14 +10,15 @@ namespace {
 Tensor fused_swiglu(const Tensor& gate, const Tensor& up, int64_t activation) {
   constexpr const char* kOp = "fused_swiglu";
   const Activation act = gate_of(activation);
-  STD_TORCH_CHECK(sizes_of(gate) == sizes_of(up) && dtype_of(gate, kOp) == dtype_of(up, kOp),
-                  "hf_fastpath::fused_swiglu: gate and up differ in shape or dtype");
+  STD_TORCH_CHECK(dtype_of(gate, kOp) == dtype_of(up, kOp),
+                  "hf_fastpath::fused_swiglu: gate and up differ in dtype");
+  const bool one_gate = has_one_gate(gate, up);
   const DeviceGuard guard(gate);
   const RowView g = row_view(gate), u = row_view(up);
-  Tensor out = empty_like_with_sizes(gate, sizes_of(gate));
-  if (gate.numel() > 0) {
-    launch_fused_swiglu(g.data, u.data, out.data_ptr(), g.rows, g.columns, g.stride, u.stride,
-                        dtype_of(gate, kOp), act, current_stream(guard.device()));
+  Tensor out = empty_like_with_sizes(up, sizes_of(up));
+  if (up.numel() > 0) {
+    launch_fused_swiglu(g.data, u.data, out.data_ptr(), u.rows, u.columns, g.stride, u.stride, one_gate,
+                        dtype_of(up, kOp), act, current_stream(guard.device()));
   }
   return out;
 }

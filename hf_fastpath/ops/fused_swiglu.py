@@ -33,12 +33,13 @@ def reference(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Act
     """Compute ``activation(gate) * up``, element by element.
 
     Args:
-        gate, up: float32, float16 or bfloat16, same shape, dtype and device; any strides.
+        gate, up: float32, float16 or bfloat16, same shape, dtype and device; any strides. The last dimension of gate
+            may be one: a gate for a row, as of a shared expert.
         activation: ``"silu"`` (SwiGLU), ``"gelu_tanh"`` or ``"gelu"`` (GeGLU, erf), or ``"sigmoid"`` (of attention's
             output).
 
     Returns:
-        Tensor of gate's shape and dtype, contiguous.
+        Tensor of up's shape and dtype, contiguous.
 
     Raises:
         OpInputError: shapes, dtypes or devices differ, or the activation is unknown.
@@ -49,16 +50,14 @@ def reference(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Act
     return (activate(gate, activation) * up).contiguous()
 
 
-def fake(gate: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+def fake(up: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(up, memory_format=torch.contiguous_format)
 
 
 def why_not(gate: torch.Tensor, up: torch.Tensor, activation: Activation = Activation.SILU) -> list[str]:
-    return (
-        tensor_reasons(gate, up=up)
-        + shape_reason("up", up, tuple(gate.shape))
-        + choice_reason("activation", activation, ACTIVATIONS)
-    )
+    reasons = tensor_reasons(gate, up=up) + choice_reason("activation", activation, ACTIVATIONS)
+    is_of_rows = up.dim() > 0 and gate.shape == (*up.shape[:-1], 1)
+    return reasons if is_of_rows else reasons + shape_reason("up", up, tuple(gate.shape))
 
 
 def setup_context(ctx, inputs, output) -> None:
@@ -77,20 +76,22 @@ def backward(ctx, grad: torch.Tensor):
         slope = torch.sigmoid(g) * torch.sigmoid(-g)
     else:
         slope = gelu_grad(g, Approximation.TANH if ctx.activation == Activation.GELU_TANH else Approximation.NONE)
-    return (d * u * slope).to(gate.dtype), (d * activate(g, ctx.activation)).to(up.dtype), None
+    of_gate = (d * u * slope).sum_to_size(gate.shape)
+    return of_gate.to(gate.dtype), (d * activate(g, ctx.activation)).to(up.dtype), None
 
 
 def samples(device: torch.device, dtype: torch.dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype) * 2
 
-    for shape in ((1,), (3, 111), (2, 5, 704)):
+    for shape in ((3, 111), (1,), (2, 5, 704)):
         for activation in ACTIVATIONS:
             yield Sample(randn(*shape), randn(*shape), activation)
     both = randn(4, 2 * 96)
     yield Sample(both[:, :96], both[:, 96:], Activation.SILU)  # halves of one projection: strided rows
     heads = randn(2, 1, 6, 2 * 64)
     yield Sample(heads[..., 64:], randn(2, 1, 6, 64), Activation.SIGMOID)  # queries and gates head by head
+    yield Sample(randn(2, 3, 1), randn(2, 3, 111), Activation.SIGMOID)  # a gate for a row
 
 
 SPEC = register(
@@ -100,7 +101,7 @@ SPEC = register(
         reference=reference,
         fake=fake,
         why_not=why_not,
-        bytes=lambda gate, up: nbytes(gate, up) + nbytes(gate),
+        bytes=lambda gate, up: nbytes(gate, up) + nbytes(up),
         samples=samples,
         backward=backward,
         setup_context=setup_context,

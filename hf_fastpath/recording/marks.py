@@ -185,7 +185,7 @@ def gated(x, gate_weight, up_weight, activation, norm=None):
 
 
 def sigmoid_gated(x, gate):
-    """Return ``x * sigmoid(gate)``; the two may lie in different orders."""
+    """Return ``x * sigmoid(gate)``; the two may lie in different orders, and a row may have one gate."""
     return x * torch.sigmoid(gate)
 
 

@@ -7,8 +7,9 @@ import torch
 from checks import assert_gradients, assert_matches, common_tests, formula, over_dtypes
 from memory import same_bits
 
+from hf_fastpath.choices import Activation
 from hf_fastpath.ops.fused_swiglu import ACTIVATIONS, GATES, SPEC
-from hf_fastpath.registry import Sample
+from hf_fastpath.registry import OpInputError, Sample
 
 over_gates = pytest.mark.parametrize("activation", ACTIVATIONS)
 
@@ -26,6 +27,11 @@ def odd_sizes(device, dtype):
     yield Sample(*both.chunk(2, -1), "gelu")  # halves of one projection, unaligned
     yield Sample(randn(6, 35), randn(35, 6).t(), "silu")  # the two differ in layout
     yield Sample(randn(3, 5, 7).permute(1, 2, 0), randn(5, 7, 3), "gelu_tanh")
+    for activation in ACTIVATIONS:
+        yield Sample(randn(1, 1, 1), randn(1, 1, 2048), activation)
+        yield Sample(randn(5, 8)[:, 3:4], randn(5, 37), activation)
+    yield Sample(randn(3, 2)[:, :1], randn(3, 200)[:, :96], "sigmoid")
+    yield Sample(randn(70_001, 1), randn(70_001, 3), "sigmoid")  # more rows than blocks
     for shape, heads in (((1, 1, 16), 256), ((3, 1, 5), 40), ((2, 3, 2), 33)):
         joined = randn(*shape[:2], shape[2] * 2 * heads + 8)[..., :-8]  # queries | gates by head, beside something else
         yield Sample(joined.unflatten(-1, (shape[2], 2 * heads))[..., heads:], randn(*shape, heads), "sigmoid")
@@ -82,6 +88,23 @@ def test_fused_swiglu_gradient(device, dtype, activation):
     """The gradients through the op keep the rule against float64 autograd through the reference."""
     gate, up, upstream = (torch.randn(3, 257, device=device, dtype=dtype) * 2 for _ in range(3))
     assert_gradients(SPEC, (gate, up), upstream, activation)
+
+
+@over_dtypes
+def test_fused_swiglu_gradient_of_a_gate_for_a_row(device, dtype):
+    gate, up, upstream = (torch.randn(7, size, device=device, dtype=dtype) for size in (1, 33, 33))
+    assert_gradients(SPEC, (gate, up), upstream, Activation.SIGMOID)
+
+
+@pytest.mark.parametrize(
+    ("gate", "up"), (((3, 2), (3, 4)), ((1, 4), (3, 4)), ((3, 1), (4, 5)), ((1,), ()), ((3, 4), (3, 1)))
+)
+def test_fused_swiglu_refuses_other_shapes(gate, up):
+    gate, up = torch.randn(gate), torch.randn(up)
+    with pytest.raises(OpInputError, match="up has shape"):
+        SPEC(gate, up)
+    with pytest.raises(RuntimeError, match="gate has to be of up's shape, or have one element for a row"):
+        SPEC.overload(gate, up, 2)
 
 
 @over_dtypes

@@ -802,6 +802,22 @@ def test_outputs_behind_a_sigmoid(order):
     assert names(recording) == ["linear", "linear", "sigmoid_gated", "linear"]
 
 
+@pytest.mark.parametrize(("batch", "query_len"), ((1, 1), (3, 1), (2, 2)))
+def test_a_gate_of_a_row(batch, query_len):
+    """As of a shared expert's output."""
+
+    def step(m, x, *_):
+        rows = x.view(-1, WIDTH)
+        return (torch.sigmoid(m.gate(rows)) * m.x(rows)).view(x.shape)
+
+    recording, model = recorded(step, batch, query_len, gate=linear(1), x=linear())
+    passes = [views.no_change, products.unflattened, views.no_change, output_gates.output_gates]
+    assert_same(recording, model, passes)
+    (call,) = calls_of(recording, marks.sigmoid_gated)
+    assert [recording.fact(call.arguments[name]).shape[-1] for name in ("x", "gate")] == [WIDTH, 1]
+    assert not {"sigmoid", "mul"} & set(names(recording))
+
+
 @pytest.mark.parametrize("cut", (lambda y: y.chunk(2, dim=-1)[1], lambda y: y[..., 6:]))
 @pytest.mark.parametrize("batch", (1, 3))
 def test_gates_beside_queries_are_not_copied(cut, batch):
@@ -822,8 +838,8 @@ def test_other_gates_of_outputs_stay():
         shut = m.gate(x).sigmoid()
         return m.x(x) * shut + shut
 
-    def of_all(m, x, *_):
-        return m.x(x) * m.gate(x)[..., :1].sigmoid()
+    def of_columns(m, x, *_):
+        return m.x(x).unflatten(-1, (4, 4)).mul(m.gate(x)[..., :4].unsqueeze(-2).sigmoid()).flatten(-2)
 
     def other(m, x, *_):
         return m.x(x) * m.gate(x).tanh()
@@ -840,7 +856,7 @@ def test_other_gates_of_outputs_stay():
         gate.view(-1).mul_(2)
         return (m.x(x).view(-1) * shut).view(x.shape) + gate
 
-    for step in (read_twice, of_all, other, by_number, wider, written):
+    for step in (read_twice, of_columns, other, by_number, wider, written):
         recording, model = recorded(step, gate=linear(), x=linear())
         before = names(recording)
         assert_same(recording, model, [output_gates.output_gates])
@@ -982,6 +998,23 @@ def test_products_of_one_row_are_joined(count):
     assert [id(weight) for weights in joined for weight in weights] == [id(weight) for weight in together]
     assert [len(weights) for weights in joined] == [3] * (count // 3) + ([2] if count % 3 == 2 else [])
     assert [id(call.arguments["weight"]) for call in alone] == [id(weight) for weight in rest]
+
+
+@pytest.mark.parametrize(
+    ("features", "joined"),
+    (((17, 1), [[17, 1]]), ((8, 17, 1), [[8, 17, 1]]), ((17, 8, 8), [[8, 8]]), ((1, 17, 9), []), ((3, 4, 1), [[3, 1]])),
+)
+def test_slices_of_a_joined_product_are_aligned(features, joined):
+    """A router of 17 experts and the gate of a shared one, for example."""
+
+    def step(m, x, *_):
+        return sum(getattr(m, f"l{place}")(x).sin().sum(-1) for place in range(len(features)))[..., None] * x
+
+    inside = {f"l{place}": linear(count) for place, count in enumerate(features)}
+    recording, model = recorded(step, **inside)
+    assert_same(recording, model, [joined_products.joined_products])
+    found = [[len(each) for each in call.arguments["weights"]] for call in calls_of(recording, marks.joined_linear)]
+    assert found == joined
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -14,7 +16,7 @@ from ..recording import Recording
 
 _aten = torch.ops.aten
 
-#: bytes between the starts of slices, which kernels read so many at a time
+#: bytes that kernels read at a time, and that slices of more than one number start at a multiple of
 _ALIGNED = 16
 
 
@@ -33,21 +35,37 @@ def joined_products(recording: Recording, model: nn.Module) -> None:
             alike.setdefault((x.index, call.arguments["weight"].dtype, of_norm), []).append(call)
     instead: dict[int, list[Call]] = {}
     for calls in alike.values():
-        for first in range(0, len(calls) - 1, MAX_WEIGHTS):
-            together = calls[first : first + MAX_WEIGHTS]
+        for together in _groups(calls):
             instead |= {id(each): [] for each in together} | {id(together[0]): _joined(recording, together)}
     recording.rewrite(instead, {})
 
 
+def _groups(calls: list[Call]) -> Iterator[list[Call]]:
+    """Yield products that become one, two or more each."""
+    while calls:
+        group: list[Call] = []
+        end, rest = 0, []  # bytes
+        for call in calls:
+            weight = call.arguments["weight"]
+            fits = end % _ALIGNED == 0 or len(weight) == 1
+            if fits and len(group) < MAX_WEIGHTS:
+                group.append(call)
+                end += len(weight) * weight.element_size()
+            else:
+                rest.append(call)
+        if len(group) > 1:
+            yield group
+        calls = rest
+
+
 def _joins(recording: Recording, call: Call) -> bool:
-    """Whether a product is one of a matrix alone, with features that others can lie behind."""
-    given, x, weight = call.arguments, call.arguments["x"], call.arguments["weight"]
+    """Whether a product is one of a matrix alone."""
+    given, x = call.arguments, call.arguments["x"]
     if not isinstance(x, Register) or x.index in recording.mutated or not takes_product(recording, call):
         return False
     if any(given.get(name) is not None for name in ("bias", "residual")) or given.get("transposed"):
         return False
-    is_linear = given.get("activation", Activation.NONE) == Activation.NONE
-    return is_linear and len(weight) * weight.element_size() % _ALIGNED == 0
+    return given.get("activation", Activation.NONE) == Activation.NONE
 
 
 def _joined(recording: Recording, calls: list[Call]) -> list[Call]:

@@ -1,4 +1,4 @@
-"""Pass: what a sigmoid lets through, as of attention's output."""
+"""Pass: what a sigmoid lets through, as of attention's output or of a shared expert's."""
 
 from __future__ import annotations
 
@@ -35,21 +35,30 @@ def output_gates(recording: Recording, model: nn.Module) -> None:
     recording.rewrite(instead, {})
 
 
-def _fit(recording: Recording, *registers: Any) -> bool:
-    """Whether all are registers of one shape and dtype that the op takes."""
-    facts = [recording.fact(each) for each in registers if isinstance(each, Register)]
-    kinds = {(each.shape, each.dtype) for each in facts}
-    return len(facts) == len(registers) and len(kinds) == 1 and facts[0].dtype in FLOAT_DTYPES
+def _fit(recording: Recording, out: Register, x: Any, gate: Any) -> bool:
+    """Whether the op takes ``x`` and ``gate``, and gives a tensor like ``out``."""
+    if not isinstance(x, Register) or not isinstance(gate, Register):
+        return False
+    made, passed, gates = (recording.fact(each) for each in (out, x, gate))
+    if made.dim() == 0 or made.shape != passed.shape or gates.shape not in (made.shape, (*made.shape[:-1], 1)):
+        return False
+    return made.dtype in FLOAT_DTYPES and made.dtype == passed.dtype == gates.dtype
 
 
 def _gated(recording: Recording, producers: dict[int, Call], x: Register, gate: Register, out: Register) -> list[Call]:
     """Return the calls that give ``out``, without a copy of a gate that was made contiguous."""
     copied = producers.get(gate.index)
     apart = copied.arguments["self"] if copied is not None and copied.op in RESHAPES else None
-    if not isinstance(apart, Register) or apart.index in recording.mutated or recording.fact(apart).is_contiguous():
-        return [Call(marks.sigmoid_gated, {"x": x, "gate": gate}, out)]
     fact = recording.fact(out)
+    is_whole = recording.fact(gate).shape == fact.shape
+    if not is_whole or not isinstance(apart, Register) or not _lies_apart(recording, apart):
+        return [Call(marks.sigmoid_gated, {"x": x, "gate": gate}, out)]
     like = fact.new_empty(recording.fact(apart).shape)
     seen = recording.call(_aten.view.default, like, self=x, size=list(like.shape))
     gated = recording.call(marks.sigmoid_gated, like, x=seen.out, gate=apart)
     return [seen, gated, Call(_aten.view.default, {"self": gated.out, "size": list(fact.shape)}, out)]
+
+
+def _lies_apart(recording: Recording, register: Register) -> bool:
+    """Whether a tensor that only its makers write to is not contiguous."""
+    return register.index not in recording.mutated and not recording.fact(register).is_contiguous()
