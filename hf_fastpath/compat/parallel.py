@@ -2,8 +2,8 @@
 are put together.
 
 ``from_pretrained(tp_plan=...)`` makes a sharded module's parameters DTensors, and gives the module a forward of its own
-on the instance: a function in ``transformers.distributed.tensor_parallel`` that closes over the style, the mesh and the
-forward that was there before.
+on the instance: a function in ``transformers.distributed`` that closes over the style, the mesh and the forward that
+was there before. A ``distributed_config`` with expert parallelism does the same to experts.
 """
 
 from __future__ import annotations
@@ -27,23 +27,30 @@ else:  # no object is an instance of these
     DTensor = Replicate = Shard = ()
 
 
+#: what adds up the outputs of experts that ranks have whole, in whichever way tokens come to them
+_SUMS_OF_EXPERTS = ("AutoEP", "AllReduceEP", "AllToAllEP")
+
+
 class ShardStyle(Enum):
-    """How a module is spread over ranks; the values are transformers' names in a ``tp_plan``."""
+    """How a module is spread over ranks; the values are transformers' names in a plan."""
 
     COLUMNS = "colwise"  # output features; each rank keeps its own
     GATHERED = "colwise_gather_output"  # output features; each rank gets all
     ROWS = "rowwise"  # input features, of which each rank has its own; the ranks' outputs are summed
     VOCABULARY = "embedding_rowwise"  # rows of an embedding; the ranks' outputs are summed
     EXPERTS = "moe_tp_experts"  # inner features of every expert; the ranks' outputs are summed
+    SOME_EXPERTS = "ep_dispatch_experts"  # experts, of which each rank has its own; the ranks' outputs are summed
+    PICKED_EXPERTS = "grouped_gemm"  # the same behind a router that is PICKING
+    PICKING = "ep_router"  # not at all; each rank is left with the choices among its own experts
     WHOLE = "replicated_with_grad_allreduce"  # not at all; only gradients are summed
 
 
 class Parallel(NamedTuple):
-    """A forward that tensor parallelism has put onto a module.
+    """A forward that tensor or expert parallelism has put onto a module.
 
     Attributes:
         style: how the module is spread, or None if in no way that :class:`ShardStyle` has.
-        name: name of the style's class.
+        name: name of the style's class, or of what brings experts their tokens.
         inner: the forward that was there before.
     """
 
@@ -77,19 +84,23 @@ def rank_group(model: nn.Module) -> Any:
 
 
 def parallel_forward(module: nn.Module) -> Parallel | None:
-    """Return the forward that tensor parallelism has put onto ``module``, or None if there is none."""
+    """Return the forward that tensor or expert parallelism has put onto ``module``, or None if there is none."""
     forward = vars(module).get("forward")
     code = getattr(forward, "__code__", None)
     if code is None or not getattr(forward, "__module__", "").startswith("transformers.distributed."):
         return None
     owner, _, rest = forward.__qualname__.partition(".")
-    if rest != "install_forward.<locals>.tp_forward":
+    if rest not in ("install_forward.<locals>.tp_forward", "install_forward.<locals>.ep_forward"):
         return None
     closed = {name: cell.cell_contents for name, cell in zip(code.co_freevars, forward.__closure__)}
     if closed["module"] is not module:  # a copy has the forward of the module that was copied
         return None
     if owner == "ReplicatedWithGradAllReduce":
         return Parallel(ShardStyle.WHOLE, owner, closed["original_forward"])
+    if (implementation := closed.get("implementation")) is not None:
+        name = type(implementation).__name__
+        is_known = name in _SUMS_OF_EXPERTS and type(implementation).__module__ == forward.__module__
+        return Parallel(ShardStyle.SOME_EXPERTS if is_known else None, name, implementation.experts_forward)
     style = closed["self"]
     return Parallel(_style_of(style, module), type(style).__name__, closed["original_forward"])
 
@@ -104,7 +115,10 @@ def _style_of(style: Any, module: nn.Module) -> ShardStyle | None:
     if name == "ColwiseParallel" and inputs == Replicate():
         return {Shard(-1): ShardStyle.COLUMNS, Replicate(): ShardStyle.GATHERED}.get(outputs)
     if name == "MoeExpertsParallel":
-        return ShardStyle.EXPERTS
+        sharded = [parameter for parameter in module.parameters() if is_sharded(parameter)]
+        return ShardStyle.PICKED_EXPERTS if {*map(sharded_dim, sharded)} == {0} else ShardStyle.EXPERTS
+    if name == "EpRouterParallel":
+        return ShardStyle.PICKING
     if name == "RowwiseParallel" and inputs == Shard(-1) and outputs == Replicate():
         return ShardStyle.ROWS
     return None

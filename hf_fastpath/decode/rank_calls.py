@@ -25,7 +25,7 @@ class Shard:
     Attributes:
         ranks: the processes.
         style: the way in which the module is spread.
-        first: number of the shard's first output feature, or row of an embedding, among all.
+        first: number of the shard's first output feature, row of an embedding, or expert, among all.
         total: number of all of them.
         features: number of features that the rank's output has.
         dtype: type of outputs.

@@ -24,6 +24,9 @@ from .rank_calls import SHARD_KEY, Shard, shard_of
 from .ranks import Ranks
 from .structure import ModelPart, model_part
 
+#: styles of a mixture's experts
+EXPERT_STYLES = (ShardStyle.EXPERTS, ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS)
+
 
 def local_model(architecture: Architecture, model: nn.Module, ranks: Ranks) -> nn.Module:
     """Return a model of this rank's shards: its tensors are those of ``model``, and its sizes are the rank's.
@@ -76,8 +79,9 @@ def _shard(
     if style in (None, ShardStyle.WHOLE):
         return None
     weight = module._parameters.get("weight")
-    if style is ShardStyle.EXPERTS:
-        total = features = getattr(module, architecture.moe.down).shape[1] if architecture.moe else 0
+    if (moe := architecture.moe) is not None and style in EXPERT_STYLES:
+        down = getattr(module, moe.down)
+        total, features = len(down), down.shape[2 if moe.transposed else 1]
     elif weight is None:  # quantized
         total = features = module.out_features
     else:
@@ -154,7 +158,7 @@ class ShardedPart(ModelPart):
             if parallel.style is None or expected.get(id(twin)) is not parallel.style:
                 style = parallel.name if parallel.style is None else parallel.style.value
                 return Cause("sharded", f"{name} is spread by {style}")
-            if sharded and not self._is_spread_as_said(module, parallel.style):
+            if (sharded or parallel.style in EXPERT_STYLES) and not self._is_spread_as_said(module, parallel.style):
                 return Cause("sharded", f"{name} is spread otherwise than its style {parallel.style.value} says")
         return self._heads_reason()
 
@@ -165,7 +169,7 @@ class ShardedPart(ModelPart):
         for layer in self.layers:
             groups = [layer.attention.projections()]
             if isinstance(layer.mlp, MoEPart):
-                yield layer.mlp.experts, ShardStyle.EXPERTS
+                yield from self._mixture_roles(layer.mlp)
             else:
                 groups.append(layer.mlp.projections())
             for *inner, out in groups:
@@ -173,6 +177,15 @@ class ShardedPart(ModelPart):
                 if all(shard is not None for shard in shards):
                     yield from ((module, ShardStyle.COLUMNS) for module in inner)
                     yield out, ShardStyle.ROWS
+
+    def _mixture_roles(self, mixture: MoEPart) -> Iterator[tuple[nn.Module, ShardStyle]]:
+        """Yield the experts, and the router if it is the one that leaves each rank its own choices."""
+        shard = shard_of(mixture.experts)
+        if shard_of(mixture.router) is not None:
+            yield mixture.router, ShardStyle.PICKING
+            yield mixture.experts, ShardStyle.PICKED_EXPERTS
+        elif shard is not None and shard.style is not ShardStyle.PICKED_EXPERTS:
+            yield mixture.experts, shard.style
 
     def _heads_reason(self) -> str | None:
         for layer in self.layers:
@@ -188,15 +201,18 @@ class ShardedPart(ModelPart):
 
     def _is_spread_as_said(self, module: nn.Module, style: ShardStyle) -> bool:
         parameters = {name: each for name, each in module._parameters.items() if each is not None}
-        if style is ShardStyle.EXPERTS:
-            names = self.architecture.moe.gate_up, self.architecture.moe.down
-            if parameters.keys() != set(names) or not all(map(compat.is_sharded, parameters.values())):
+        if style in EXPERT_STYLES:
+            moe = self.architecture.moe
+            names = [moe.gate_up, moe.down, moe.gate_up_bias, moe.down_bias]
+            if parameters.keys() != {*names} - {None} or not all(map(compat.is_sharded, parameters.values())):
                 return False
-            gate_up, down = (parameters[name] for name in names)
-            return compat.halves_sharded_dim(gate_up) == 1 and compat.sharded_dim(down) == 2
+            if style is not ShardStyle.EXPERTS:
+                return {*map(compat.sharded_dim, parameters.values())} == {0}
+            gate_up, down = (parameters[name] for name in names[:2])
+            return len(parameters) == 2 and compat.halves_sharded_dim(gate_up) == 1 and compat.sharded_dim(down) == 2
         for name, parameter in parameters.items():
             dim = compat.sharded_dim(parameter) if compat.is_sharded(parameter) else None
-            wanted = 0
+            wanted = None if style is ShardStyle.PICKING else 0
             if style is ShardStyle.ROWS:
                 wanted = None if name == "bias" else 1
             if dim != wanted:

@@ -222,7 +222,9 @@ def mixture(
         op, arguments = _norm_op(norm, programmatic_launch)
         x, norm = emit(op, x=x, **arguments), None
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
-    shard = shard_of(part.experts)
+    shard, others = shard_of(part.experts), dict(zip(("alpha", "limit"), part.gate_limits))
+    if shard is not None and shard.style is not ShardStyle.EXPERTS:
+        others["first_expert"] = shard.first
     made = emit(
         experts,
         x=x,
@@ -239,7 +241,7 @@ def mixture(
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         transposed=part.spec.transposed,
-        **dict(zip(("alpha", "limit"), part.gate_limits)),
+        **others,
     )
     return made if shard is None else emit(summed, x=made, residual=residual, shard=shard)
 

@@ -9,8 +9,21 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from models import assert_same_instances, build, instances, left_padded, prompt
-from processes import SIZES, device, needs_processes, run, save, spread
+from models import assert_same_instances, build, instances
+from processes import (
+    GREEDY,
+    NEW,
+    SIZES,
+    assert_fast,
+    assert_tokens,
+    device,
+    needs_processes,
+    run,
+    save,
+    some_prompt,
+    spread,
+    tokens_of,
+)
 from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -20,16 +33,9 @@ from hf_fastpath import RankError, UnsupportedModelError
 from hf_fastpath.decode import ranks
 
 pytestmark = needs_processes
-NEW = 12
-GREEDY = dict(max_new_tokens=NEW, do_sample=False)
-VOCAB = SIZES["vocab_size"]
 #: what is special about a family's spread layers: biases of rowwise layers, norms over heads, scaled embeddings, one
 #: matrix for q, k and v, tied embeddings, experts
 FAMILIES = ("llama", "qwen2", "starcoder2", "qwen3", "gemma", "gpt_neox", "cohere", "mixtral", "qwen3_moe")
-
-
-def some_prompt(here: torch.device, batch: int = 1, length: int = 11) -> torch.Tensor:
-    return prompt(here, batch, length) % (VOCAB - 1) + 1  # 0 is the pad token
 
 
 def loaded(folder: Path, architecture: str = "llama", **options) -> nn.Module:
@@ -37,39 +43,12 @@ def loaded(folder: Path, architecture: str = "llama", **options) -> nn.Module:
     return hf_fastpath.patch(model, quiet=True)
 
 
-def tokens_of(model: nn.Module, inputs: dict, seed: int = 0, **options) -> torch.Tensor:
-    torch.manual_seed(seed)
-    return model.generate(**inputs, **GREEDY | options)
-
-
-def assert_fast(model: nn.Module) -> None:
-    stats = hf_fastpath.report(model).stats
-    assert stats["fast_tokens"] and not stats["fallback_tokens"] and not stats["reasons"], stats
-
-
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
 def _equal_tokens(rank: int, folder: Path, architectures: tuple[str, ...]) -> None:
-    here = device(rank)
-    one = {"input_ids": some_prompt(here)}
     for architecture in architectures:
-        model, whole = spread(folder / architecture), build(architecture, **SIZES).to(here)
-        padded = left_padded(here, 3)
-        padded["input_ids"] = padded["input_ids"] % (VOCAB - 1) + 1
-        last = whole.generate(**one, **GREEDY)[0, -4].item()
-        cases = [(one, {}), (padded, {}), (one, dict(eos_token_id=last, pad_token_id=0))]
-        cases += [(padded, dict(do_sample=True, top_k=20, temperature=1.5))]
-        cases += [(one, dict(repetition_penalty=1.3))]
-        expected = [tokens_of(model, inputs, **options) for inputs, options in cases]
-        hf_fastpath.patch(model, quiet=True)
-        report = hf_fastpath.report(model)
-        assert report.loop == "fast" and report.ranks.startswith(f"rank {rank} of 2"), (architecture, report)
-        for (inputs, options), wanted in zip(cases, expected):
-            found = tokens_of(model, inputs, **options)
-            assert torch.equal(found, wanted), (architecture, options, found, wanted)
-        assert_fast(model)
-        assert torch.equal(tokens_of(model, one), whole.generate(**one, **GREEDY))
+        assert_tokens(rank, spread(folder / architecture), build(architecture, **SIZES))
 
 
 def test_tokens_are_those_of_stock_and_of_one_process(tmp_path):
