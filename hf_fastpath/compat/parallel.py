@@ -37,12 +37,13 @@ class ShardStyle(Enum):
     COLUMNS = "colwise"  # output features; each rank keeps its own
     GATHERED = "colwise_gather_output"  # output features; each rank gets all
     ROWS = "rowwise"  # input features, of which each rank has its own; the ranks' outputs are summed
+    SPLIT_ROWS = "rowwise_split_input"  # the same, but each rank gets all input features, and takes its own
     VOCABULARY = "embedding_rowwise"  # rows of an embedding; the ranks' outputs are summed
     EXPERTS = "moe_tp_experts"  # inner features of every expert; the ranks' outputs are summed
     SOME_EXPERTS = "ep_dispatch_experts"  # experts, of which each rank has its own; the ranks' outputs are summed
     PICKED_EXPERTS = "grouped_gemm"  # the same behind a router that is PICKING
     PICKING = "ep_router"  # not at all; each rank is left with the choices among its own experts
-    WHOLE = "replicated_with_grad_allreduce"  # not at all; only gradients are summed
+    WHOLE = "replicated_with_grad_allreduce"  # not at all; gradients may be summed
 
 
 class Parallel(NamedTuple):
@@ -119,9 +120,9 @@ def _style_of(style: Any, module: nn.Module) -> ShardStyle | None:
         return ShardStyle.PICKED_EXPERTS if {*map(sharded_dim, sharded)} == {0} else ShardStyle.EXPERTS
     if name == "EpRouterParallel":
         return ShardStyle.PICKING
-    if name == "RowwiseParallel" and inputs == Shard(-1) and outputs == Replicate():
-        return ShardStyle.ROWS
-    return None
+    if name == "RowwiseParallel" and outputs == Replicate():
+        return {Shard(-1): ShardStyle.ROWS, Replicate(): ShardStyle.SPLIT_ROWS}.get(inputs)
+    return ShardStyle.WHOLE if name == "TensorParallelLayer" else None
 
 
 def spread_like(original: nn.Module, made: nn.Module) -> None:

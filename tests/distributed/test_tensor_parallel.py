@@ -29,7 +29,7 @@ from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
-from hf_fastpath import RankError, UnsupportedModelError
+from hf_fastpath import RankError
 from hf_fastpath.decode import ranks
 
 pytestmark = needs_processes
@@ -248,24 +248,7 @@ def test_quantized_weights(tmp_path):
     run(_quantized, tmp_path)
 
 
-# ---- what is not covered, and unpatch() -----------------------------------------------------------------------------
-
-
-def _refused(rank: int, folder: Path) -> None:
-    model = spread(folder / "phi3")
-    inputs = {"input_ids": some_prompt(device(rank))}
-    expected, before = tokens_of(model, inputs), instances(model)
-    for options in ({}, dict(strict=True), dict(ops="norm"), dict(weights="int8")):
-        with pytest.raises(UnsupportedModelError) as caught:
-            hf_fastpath.patch(model, quiet=True, **options)
-        assert type(model).__name__ in str(caught.value).splitlines()[0]
-        assert_same_instances(instances(model), before)
-    assert torch.equal(tokens_of(model, inputs), expected)
-
-
-def test_other_ways_to_spread_are_refused(tmp_path):
-    save(tmp_path / "phi3", "phi3")
-    run(_refused, tmp_path)
+# ---- reasons of one rank, and unpatch() -----------------------------------------------------------------------------
 
 
 def _undone(rank: int, folder: Path) -> None:
