@@ -18,17 +18,18 @@ import torch
 from torch import nn
 
 if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     #: fills a tensor with those of all ranks; its name was ``all_gather_into_tensor`` until torch 2.12
     all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 else:  # no object is an instance of these
     all_gather = None
-    DTensor = Replicate = Shard = ()
+    DTensor = FSDPModule = Replicate = Shard = ()
 
-
-#: what adds up the outputs of experts that ranks have whole, in whichever way tokens come to them
-_SUMS_OF_EXPERTS = ("AutoEP", "AllReduceEP", "AllToAllEP")
+#: what brings tokens to experts that ranks have whole, and adds up what these make of them; up to transformers 5.22 it
+#: was the style itself
+_SUMS_OF_EXPERTS = ("AutoEP", "AllReduceEP", "AllToAllEP", "EpDispatchExpertsParallel")
 
 
 class ShardStyle(Enum):
@@ -75,7 +76,7 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether transformers has spread a model over ranks by a ``tp_plan``, and in no other way."""
     mesh = getattr(model, "_device_mesh", None)
     ranks = getattr(model, "_tp_size", None) or 1
-    return mesh is not None and ranks > 1 and mesh.size() == ranks
+    return mesh is not None and ranks > 1 and mesh.size() == ranks and not isinstance(model, FSDPModule)
 
 
 def rank_group(model: nn.Module) -> Any:
@@ -98,11 +99,13 @@ def parallel_forward(module: nn.Module) -> Parallel | None:
         return None
     if owner == "ReplicatedWithGradAllReduce":
         return Parallel(ShardStyle.WHOLE, owner, closed["original_forward"])
-    if (implementation := closed.get("implementation")) is not None:
-        name = type(implementation).__name__
-        is_known = name in _SUMS_OF_EXPERTS and type(implementation).__module__ == forward.__module__
-        return Parallel(ShardStyle.SOME_EXPERTS if is_known else None, name, implementation.experts_forward)
     style = closed["self"]
+    if owner == "EpDispatchExpertsParallel":
+        implementation = closed.get("implementation")
+        inner = closed["experts_forward"] if implementation is None else implementation.experts_forward
+        used = style if implementation is None else implementation
+        is_known = type(used).__name__ in _SUMS_OF_EXPERTS and type(used).__module__ == forward.__module__
+        return Parallel(ShardStyle.SOME_EXPERTS if is_known else None, type(used).__name__, inner)
     return Parallel(_style_of(style, module), type(style).__name__, closed["original_forward"])
 
 
