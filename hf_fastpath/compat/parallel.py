@@ -144,11 +144,30 @@ def move(parameter: torch.Tensor, device: torch.device | str) -> None:
         parameter.data = parameter.data.to(device)
 
 
-def spread_over_ranks(model: nn.Module) -> nn.Module:
-    """Spread a model on the meta device as ``from_pretrained(tp_plan="auto")`` does, over all processes."""
+def whole_experts(ranks: int, **options: Any) -> Any:
+    """Return a ``distributed_config`` that gives each rank some experts as a whole; what else is spread is up to the
+    release.
+
+    Args:
+        options: others of the config's.
+    """
     from transformers.distributed import DistributedConfig
 
-    config = DistributedConfig(tp_size=torch.distributed.get_world_size(), tp_plan="auto")
+    is_sized = "ep_size" in DistributedConfig.__dataclass_fields__
+    size = {"ep_size": ranks} if is_sized else {"enable_expert_parallel": True}
+    return DistributedConfig(tp_size=ranks, tp_plan="auto", **size, **options)
+
+
+def spread_over_ranks(model: nn.Module, has_whole_experts: bool = False) -> nn.Module:
+    """Spread a model on the meta device as ``from_pretrained(tp_plan="auto")`` does, over all processes.
+
+    Args:
+        has_whole_experts: experts are spread by :func:`whole_experts` instead.
+    """
+    from transformers.distributed import DistributedConfig
+
+    ranks = torch.distributed.get_world_size()
+    config = whole_experts(ranks) if has_whole_experts else DistributedConfig(tp_size=ranks, tp_plan="auto")
     config, _, mesh = type(model).prepare_distribute_model(config, device_map=None)
     return type(model).maybe_distribute_model(model, config, mesh)
 

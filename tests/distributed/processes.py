@@ -16,7 +16,6 @@ from models import build, left_padded, prompt
 from torch import nn
 from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 
 import hf_fastpath
 
@@ -49,13 +48,6 @@ def spread(folder: Path, **options: Any) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-
-
-def whole_experts(**options: Any) -> DistributedConfig:
-    """Return a config that gives each process some experts as a whole; what else is spread is up to the release."""
-    is_sized = "ep_size" in DistributedConfig.__dataclass_fields__
-    size = {"ep_size": COUNT} if is_sized else {"enable_expert_parallel": True}
-    return DistributedConfig(tp_size=COUNT, **size, **options)
 
 
 def save(folder: Path, architecture: str = "llama", **sizes: Any) -> Path:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import assert_same_instances, build, instances
 from processes import (
+    COUNT,
     SIZES,
     assert_fast,
     assert_tokens,
@@ -18,12 +19,12 @@ from processes import (
     some_prompt,
     spread,
     tokens_of,
-    whole_experts,
 )
 from transformers.distributed import DistributedConfig
 
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError
+from hf_fastpath.compat import whole_experts
 
 pytestmark = needs_processes
 #: experts that two processes can share; with one chosen expert a process may have nothing to do
@@ -39,7 +40,7 @@ IS_DISPATCHED = "ep_implementation" in DistributedConfig.__dataclass_fields__
 def _equal_tokens(rank: int, folder: Path) -> None:
     for family, sizes in FAMILIES.items():
         whole = build(family, **SIZES | sizes)
-        assert_tokens(rank, spread(folder / family, distributed_config=whole_experts()), whole)
+        assert_tokens(rank, spread(folder / family, distributed_config=whole_experts(COUNT)), whole)
 
 
 def test_tokens_are_those_of_stock_and_of_one_process(tmp_path):
@@ -52,12 +53,12 @@ def _other_ways(rank: int, folder: Path) -> None:
     """Every way of transformers' own to bring tokens to experts; and quantized projections beside experts."""
     inputs = {"input_ids": some_prompt(device(rank), 2)}
     for name in ("all_reduce", "all_to_all") if IS_DISPATCHED else ():
-        model = spread(folder / "mixtral", distributed_config=whole_experts(ep_implementation=name))
+        model = spread(folder / "mixtral", distributed_config=whole_experts(COUNT, ep_implementation=name))
         expected = tokens_of(model, inputs)
         hf_fastpath.patch(model, quiet=True)
         assert torch.equal(tokens_of(model, inputs), expected), name
         assert_fast(model)
-    model = spread(folder / "mixtral", distributed_config=whole_experts())
+    model = spread(folder / "mixtral", distributed_config=whole_experts(COUNT))
     whole = build("mixtral", **SIZES | FAMILIES["mixtral"]).to(device(rank))
     for each in (model, whole):
         hf_fastpath.patch(each, weights="int8", quiet=True)
@@ -82,7 +83,7 @@ def _config_of_a_way_that_is_unknown() -> tuple[DistributedConfig, str]:
         pass
 
     EPImplementationInterface.register("own", Own)
-    return whole_experts(ep_implementation="own"), "Own"
+    return whole_experts(COUNT, ep_implementation="own"), "Own"
 
 
 def _refused(rank: int, folder: Path) -> None:
