@@ -153,10 +153,9 @@ class ShardedPart(ModelPart):
                 continue
             if parallel.style is ShardStyle.WHOLE and not sharded:
                 continue
-            twin = self.module.get_submodule(name)
-            if parallel.style is None or expected.get(id(twin)) is not parallel.style:
-                if parallel.style is None:
-                    return Cause("sharded", f"{name} is spread by {parallel.name}")
+            if parallel.style is None:
+                return Cause("sharded", f"{name} is spread by {parallel.name}")
+            if expected.get(id(self.module.get_submodule(name))) is not parallel.style:
                 what = f"{name} is spread by {parallel.style.value}, which its place or its neighbors do not go with"
                 return Cause("sharded", what)
             if (sharded or parallel.style in EXPERT_STYLES) and not self._is_spread_as_said(module, parallel.style):
@@ -194,12 +193,11 @@ class ShardedPart(ModelPart):
 
     def _mixture_roles(self, mixture: MoEPart) -> Iterator[tuple[nn.Module, ShardStyle]]:
         """Yield the experts, and the router if it is the one that leaves each rank its own choices."""
-        shard = shard_of(mixture.experts)
-        if shard_of(mixture.router) is not None:
+        if style_of(mixture.router) is ShardStyle.PICKING:
             yield mixture.router, ShardStyle.PICKING
             yield mixture.experts, ShardStyle.PICKED_EXPERTS
-        elif shard is not None and shard.style is not ShardStyle.PICKED_EXPERTS:
-            yield mixture.experts, shard.style
+        elif (style := style_of(mixture.experts)) in (ShardStyle.EXPERTS, ShardStyle.SOME_EXPERTS):
+            yield mixture.experts, style
 
     def _heads_reason(self) -> str | None:
         for layer in self.layers:
