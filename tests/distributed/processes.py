@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 import warnings
@@ -90,6 +91,22 @@ def assert_tokens(rank: int, model: nn.Module, whole: nn.Module) -> None:
         assert torch.equal(found, wanted), (family, options, found, wanted)
     assert_fast(model)
     assert torch.equal(tokens_of(model, one), whole.generate(**one, **GREEDY)), family
+
+
+def assert_half_types(rank: int, folder: Path, whole: nn.Module, **options: Any) -> None:
+    """Compare logits in 16 bits with exact ones: their error has to be near that of the same model whole."""
+    whole = whole.to(device(rank))
+    for dtype in (torch.bfloat16, torch.float16):
+        model = spread(folder, dtype=dtype, **options)
+        hf_fastpath.patch(model, quiet=True)
+        inputs = {"input_ids": some_prompt(device(rank), 2)}
+        found = tokens_of(model, inputs, return_dict_in_generate=True, output_logits=True)
+        assert_fast(model)
+        rounded = copy.deepcopy(whole).to(dtype)
+        stock = rounded(found.sequences[:, :-1]).logits[:, -NEW:]
+        logits = rounded.float()(found.sequences[:, :-1]).logits[:, -NEW:]
+        error = (torch.stack(found.logits, 1).float() - logits).norm() / logits.norm()
+        assert error <= 2 * (stock.float() - logits).norm() / logits.norm() + 1e-3, (dtype, error)
 
 
 def _process(rank: int, function: Callable[..., None], folder: Path, arguments: tuple) -> None:

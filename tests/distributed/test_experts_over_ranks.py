@@ -11,6 +11,7 @@ from processes import (
     COUNT,
     SIZES,
     assert_fast,
+    assert_half_types,
     assert_tokens,
     device,
     needs_processes,
@@ -33,6 +34,8 @@ FAMILIES = {
     "mixtral": dict(num_local_experts=6, num_experts_per_tok=1),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=3),
 }
+#: all experts of a token are chosen, so that roundings of their scores change no choice
+ALL = dict(num_local_experts=4, num_experts_per_tok=4)
 #: whether an object of transformers brings experts their tokens; before, routers picked each rank's own
 IS_DISPATCHED = "ep_implementation" in DistributedConfig.__dataclass_fields__
 
@@ -47,6 +50,15 @@ def test_tokens_are_those_of_stock_and_of_one_process(tmp_path):
     for family, sizes in FAMILIES.items():
         save(tmp_path / family, family, **sizes)
     run(_equal_tokens, tmp_path)
+
+
+def _half_types(rank: int, folder: Path) -> None:
+    assert_half_types(rank, folder, build("mixtral", **SIZES | ALL), distributed_config=whole_experts(COUNT))
+
+
+def test_half_types(tmp_path):
+    save(tmp_path, "mixtral", **ALL)
+    run(_half_types, tmp_path)
 
 
 def _other_ways(rank: int, folder: Path) -> None:

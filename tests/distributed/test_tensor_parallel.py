@@ -15,6 +15,7 @@ from processes import (
     NEW,
     SIZES,
     assert_fast,
+    assert_half_types,
     assert_tokens,
     device,
     needs_processes,
@@ -133,18 +134,7 @@ def test_all_ranks_stop_at_the_same_step(tmp_path):
 
 
 def _half_types(rank: int, folder: Path) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        model = spread(folder / "llama", dtype=dtype)
-        hf_fastpath.patch(model, quiet=True)
-        inputs = {"input_ids": some_prompt(device(rank), 2)}
-        options = dict(return_dict_in_generate=True, output_logits=True)
-        found = tokens_of(model, inputs, **options)
-        assert_fast(model)
-        exact = build("llama", **SIZES).to(device(rank), dtype).float()
-        logits = exact(found.sequences[:, :-1]).logits[:, -NEW:]
-        stock = exact.to(dtype)(found.sequences[:, :-1]).logits[:, -NEW:]
-        error = (torch.stack(found.logits, 1).float() - logits).norm() / logits.norm()
-        assert error <= 2 * (stock.float() - logits).norm() / logits.norm() + 1e-3, error
+    assert_half_types(rank, folder / "llama", build("llama", **SIZES))
 
 
 def test_half_types(tmp_path):

@@ -11,6 +11,7 @@ from processes import (
     GREEDY,
     SIZES,
     assert_fast,
+    assert_half_types,
     assert_tokens,
     device,
     needs_processes,
@@ -38,6 +39,7 @@ def _equal_tokens(rank: int, folder: Path) -> None:
         assert_tokens(rank, model, build(family, **SIZES))
         assert torch.equal(tokens_of(model, repeated, prompt_lookup_num_tokens=3), tokens_of(model, repeated))
         assert_fast(model)
+    assert_half_types(rank, folder / "phi3", build("phi3", **SIZES))
 
 
 def test_features_that_are_gathered(tmp_path):
