@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 benchmarks/bench_ranks.py --models llama-3.1-8b llama-3.1-70b:bf16:64
     torchrun --nproc-per-node 8 benchmarks/bench_ranks.py --csv
+    torchrun --nproc-per-node 2 benchmarks/bench_ranks.py --models qwen3-30b-a3b --context 128 --whole-experts
 
 A model is ``name``, ``name:weights`` or ``name:weights:layers``; weights are ``bf16`` or a format of
 ``patch(weights=)``. Its weights are random. ``% of N R`` is the share of the time that it would take all GPUs to read
-their weights and their part of the cache once, at the bandwidth R that is measured first. All ranks have to choose
-equal tokens. Before that, a small model in float32 has to give the tokens of one GPU. NVLink multicast is off.
+their weights and their part of the cache once, at the bandwidth R that is measured first; of a mixture's experts, the
+chosen ones, as if all ranks had equally many. All ranks have to choose equal tokens. Before that, a small model in
+float32 has to give the tokens of one GPU. NVLink multicast is off.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import hf_fastpath
 from hf_fastpath import compat, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
 from hf_fastpath.bench import measure, shapes
+from hf_fastpath.check import several_gpus
 from hf_fastpath.quantization.linear import PackedLinear
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b:bf16", "llama-3.1-70b:int4_g32")
@@ -40,12 +43,16 @@ NEW, STOCK_NEW, ROUNDS = 128, 16, 3
 
 
 def read_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights that this rank reads for a token."""
+    """Return the bytes of weights that a rank reads for a token, on average over ranks."""
     total = 0
+    chosen = getattr(model.config, "num_experts_per_tok", None) or 0
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             continue
-        total += sum(compat.local_tensor(p).nbytes for p in module._parameters.values() if p is not None)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                count = compat.local_tensor(parameter).nbytes
+                total += count * chosen // len(parameter) if parameter.dim() == 3 else count
         if isinstance(module, PackedLinear):
             total += sum(buffer.nbytes for buffer in module._buffers.values() if buffer is not None)
     return total
@@ -95,11 +102,18 @@ def stock_speed(model: nn.Module, ids: torch.Tensor) -> float:
     return STOCK_NEW / (seconds(STOCK_NEW + 1) - seconds(1))
 
 
-def run_model(wanted: str, contexts: Sequence[int], stock: bool, bandwidth: float, device: torch.device) -> list[dict]:
+def run_model(
+    wanted: str,
+    contexts: Sequence[int],
+    stock: bool,
+    bandwidth: float,
+    device: torch.device,
+    has_whole_experts: bool = False,
+) -> list[dict]:
     """Return the rows of one model."""
     name, weights, layers, *_ = (*wanted.split(":"), "", "")
     changes = {"num_hidden_layers": int(layers)} if layers else {}
-    model = shapes.build_spread_model(name, device, torch.bfloat16, **changes)
+    model = shapes.build_spread_model(name, device, torch.bfloat16, has_whole_experts=has_whole_experts, **changes)
     prompts = {context: shapes.prompt(model, 1, context) for context in contexts}
     stocks = {context: stock_speed(model, ids) if stock else None for context, ids in prompts.items()}
     quantized = weights if weights not in ("", "bf16") else None
@@ -117,11 +131,13 @@ def run_model(wanted: str, contexts: Sequence[int], stock: bool, bandwidth: floa
             speeds.append(stats["last_tokens_per_second"])
         check_alike(tokens)
         speed = on_all(statistics.median(speeds[1:]), device, dist.ReduceOp.MIN)
-        kv = traffic.kv_bytes(model.config, context + NEW / 2, torch.bfloat16) / dist.get_world_size()
+        kv = several_gpus.spread(model, dist.get_world_size()).kv_bytes(
+            traffic.kv_bytes(model.config, context + NEW / 2, torch.bfloat16)
+        )
         share = speed * (read_bytes(model) + kv) / bandwidth
         rows.append(
             {
-                "model": shapes.shape(name).label,
+                "model": shapes.shape(name).label + (", whole experts" if has_whole_experts else ""),
                 "layers": model.config.num_hidden_layers,
                 "weights": quantized or "bf16",
                 "ranks": dist.get_world_size(),
@@ -142,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--context", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--no-stock", action="store_true", help="do not time transformers' own loop")
+    parser.add_argument("--whole-experts", action="store_true", help="spread mixtures by expert, not by width")
     measure.add_csv_argument(parser)
     given = parser.parse_args(argv)
     device = join_ranks()
@@ -158,9 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_small(device)
     say("a small model in float32 gives the tokens that it gives on one GPU, on all ranks", flush=True)
     for wanted in given.models:
-        for row in run_model(wanted, given.context, not given.no_stock, bandwidth, device):
+        for row in run_model(wanted, given.context, not given.no_stock, bandwidth, device, given.whole_experts):
             say(
-                f"{row['model']:14} {row['layers']:3} layers {row['weights']:9} context {row['context']:5} "
+                f"{row['model']:30} {row['layers']:3} layers {row['weights']:9} context {row['context']:5} "
                 f"{row['tok_s']:7.1f} tok/s, {row['percent_of_nr']:5.1f} % of N R, stock {row['stock_tok_s']}, "
                 f"sums through {row['sums']}",
                 flush=True,

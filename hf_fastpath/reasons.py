@@ -86,9 +86,9 @@ REASONS: dict[str, Reason] = {
         "load the model where it fits whole: a smaller dtype, or a device_map of GPUs alone",
     ),
     "sharded": Reason(
-        "the weights are spread over several processes in a way that is not covered (FSDP, DeepSpeed ZeRO-3, or a "
-        "tp_plan with other styles than colwise, rowwise, embedding_rowwise, and colwise_gather_output for the head)",
-        "load the model with the tp_plan of a Llama-like family, or whole on one device",
+        "the weights are spread over several processes in a way that is not covered (FSDP, DeepSpeed ZeRO-3, ranks "
+        "that do not divide heads or KV heads, or styles of a plan that docs/lab/several_gpus.md does not list)",
+        "load a listed family with its own tp_plan over as many ranks as divide its heads, or whole on one device",
     ),
     "class_forward": Reason(
         "other code has replaced the forward of a class, or a function that it calls",

@@ -22,10 +22,10 @@ struct ExpertStack {
 // out[m, :] = sum over k of expert_weights[m, k] * expert(expert_ids[m, k], x[m, :]) + residual[m, :].
 struct FusedExpertsParams {
   const void* x;                // [rows, hidden_size], contiguous
-  const int64_t* expert_ids;    // [rows, top_k]; one outside of [0, num_experts) adds nothing
+  const int64_t* expert_ids;    // [rows, top_k]; one outside of first_expert + [0, num_experts) adds nothing
   const float* expert_weights;  // [rows, top_k]
-  const void* logits;        // [num_experts]: a router's scores of the only row, whose choice the kernels
-                             // make instead, as topk_softmax; or null; see takes_row
+  const void* logits;        // [num_scored]: a router's scores of the only row, whose choice the kernels make
+                             // instead, as topk_softmax; or null; see takes_row
   ExpertStack gate_up;       // rows: gate [width], from up_row on up [width]; columns [hidden_size]
   ExpertStack down;          // rows [hidden_size], columns [width]
   const void* gate_up_bias;  // [num_experts, 2 * width], contiguous, or null; null unless transposed
@@ -34,7 +34,8 @@ struct FusedExpertsParams {
   void* hidden;              // [rows, top_k, width]: what the activations give, written and read
   float* products;           // [rows, top_k, hidden_size]: of down, written and read; null unless transposed
   void* out;                 // [rows, hidden_size]
-  int64_t num_experts;
+  int64_t num_experts, first_expert;  // whose weights are here
+  int num_scored;                     // logits
   int rows, top_k, hidden_size, width;
   int up_row;  // width; 0 without a gate, whose place up takes
   DType dtype, logits_dtype;

@@ -17,11 +17,16 @@ __device__ __forceinline__ const T* stack_row(const ExpertStack& stack, int64_t 
   return static_cast<const T*>(stack.weight) + expert * stack.expert_stride + row * stack.row_stride;
 }
 
+// The matrices of expert `id`: their number, or -1 if there are none.
+__device__ __forceinline__ int64_t place_of(const FusedExpertsParams& p, int64_t id) {
+  const int64_t place = id - p.first_expert;
+  return place >= 0 && place < p.num_experts ? place : -1;
+}
+
 // The `lane`-th choice of row m, or -1 if there is none. From L2: it was written just before.
 __device__ __forceinline__ int64_t choice(const FusedExpertsParams& p, int m, int lane) {
   if (m >= p.rows || lane >= p.top_k) return -1;
-  const int64_t expert = __ldcg(p.expert_ids + m * p.top_k + lane);
-  return expert >= 0 && expert < p.num_experts ? expert : -1;
+  return place_of(p, __ldcg(p.expert_ids + m * p.top_k + lane));
 }
 
 // What a block of expert_grid works on: an expert, and which choice of each of its rows that is. kX: x rows

@@ -25,7 +25,8 @@ __device__ __forceinline__ Choice only_choice(const FusedExpertsParams& p, int l
     if (is_wide) return Chunk<float, 1>::load_l2(static_cast<const float*>(p.logits) + i);
     return to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(p.logits) + i));
   };
-  Choice mine = choose<kFewLogits>(logit, static_cast<int>(p.num_experts), p.top_k, p.normalized, lane);
+  Choice mine = choose<kFewLogits>(logit, p.num_scored, p.top_k, p.normalized, lane);
+  mine.expert = static_cast<int>(place_of(p, mine.expert));
   if (p.rounded && !is_wide) mine.weight = to_float(from_float<T>(mine.weight));
   return mine;
 }

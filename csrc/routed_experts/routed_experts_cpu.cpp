@@ -17,13 +17,19 @@ Tensor routed_experts_cpu(const Tensor& x, const Tensor& logits, const Tensor& g
                           const Tensor& down_weight, int64_t top_k, const std::optional<Tensor>& residual,
                           bool normalized, bool rounded, int64_t activation, bool programmatic_launch,
                           const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
-                          bool transposed, double alpha, double limit, bool concatenated, int64_t norm,
+                          bool transposed, double alpha, double limit, bool concatenated,
+                          const std::optional<int64_t>& first_expert, int64_t norm,
                           const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
                           double norm_eps) {
-  const int64_t num_experts = check_scores(logits, down_weight), rows = logits.numel() / num_experts;
+  const int64_t num_experts = check_scores(logits, down_weight, first_expert),
+                rows = logits.numel() / num_experts;
   const Tensor scores = torch::stable::view(hf_fastpath::contiguous(logits), {rows, num_experts});
   const Tensor ids = torch::stable::new_empty(scores, {rows, top_k}, ScalarType::Long);
   const Tensor weights = topk_softmax_cpu(scores, ids, normalized, rounded, programmatic_launch);
+  if (first_expert) {  // others, of which nothing is to be added, fall out of the range
+    int64_t* const chosen = static_cast<int64_t*>(ids.data_ptr());
+    for (int64_t i = 0; i < rows * top_k; ++i) chosen[i] -= *first_expert;
+  }
   const Tensor input = normed_cpu(x, norm_of(norm, "routed_experts"), norm_weight, norm_bias, norm_eps);
   return fused_experts_cpu(input, ids, weights, gate_up_weight, down_weight, residual, activation,
                            programmatic_launch, gate_up_bias, down_bias, transposed, alpha, limit,

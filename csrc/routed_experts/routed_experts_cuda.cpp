@@ -22,14 +22,17 @@ Tensor routed_experts_cuda(const Tensor& x, const Tensor& logits, const Tensor& 
                            const Tensor& down_weight, int64_t top_k, const std::optional<Tensor>& residual,
                            bool normalized, bool rounded, int64_t activation, bool programmatic_launch,
                            const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
-                           bool transposed, double alpha, double limit, bool concatenated, int64_t norm,
+                           bool transposed, double alpha, double limit, bool concatenated,
+                           const std::optional<int64_t>& first_expert, int64_t norm,
                            const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
                            double norm_eps) {
   const DeviceGuard guard(x);
-  const int64_t num_experts = check_scores(logits, down_weight), rows = logits.numel() / num_experts;
+  const int64_t num_experts = check_scores(logits, down_weight, first_expert),
+                rows = logits.numel() / num_experts;
   ExpertsOnGpu call(kOp, x, rows, top_k, gate_up_weight, down_weight, residual, activation,
                     programmatic_launch, gate_up_bias, down_bias, transposed, alpha, limit, concatenated);
   FusedExpertsParams& p = call.params;
+  p.first_expert = first_expert.value_or(0);
   const cudaStream_t stream = current_stream(guard.device());
   const Tensor scores = call.keep(logits);
   const DType dtype = dtype_of(logits, kOp);
@@ -43,6 +46,7 @@ Tensor routed_experts_cuda(const Tensor& x, const Tensor& logits, const Tensor& 
   }
   if ((dtype == p.dtype || dtype == DType::kFloat32) && num_experts <= kMostRouted && is_row) {
     p.logits = scores.data_ptr(), p.logits_dtype = dtype;
+    p.num_scored = static_cast<int>(num_experts);
     p.normalized = normalized, p.rounded = rounded;
     return call.launch(stream);
   }

@@ -20,15 +20,20 @@ inline void check_topk_softmax(const Tensor& logits, const Tensor& expert_ids) {
                   "], contiguous");
 }
 
-// Refuses scores of a router, [..., num_experts], that are not for the experts with these weights. Returns
-// their number.
-inline int64_t check_scores(const Tensor& logits, const Tensor& down_weight) {
+// Refuses scores of a router, [..., num_experts], that are not for the experts with these weights, or for the
+// ones from first_expert on. Returns the number of scores.
+inline int64_t check_scores(const Tensor& logits, const Tensor& down_weight,
+                            const std::optional<int64_t>& first_expert) {
   dtype_of(logits, "routed_experts");
   STD_TORCH_CHECK(
       down_weight.dim() == 3 && logits.dim() >= 1 && logits.numel() > 0 &&
-          logits.size(logits.dim() - 1) == down_weight.size(0) && down_weight.size(0) <= 1024,
+          logits.size(logits.dim() - 1) <= 1024,
       "hf_fastpath::routed_experts: logits has to be [..., num_experts] for at most 1024 experts");
-  return down_weight.size(0);
+  const int64_t scored = logits.size(logits.dim() - 1), held = down_weight.size(0);
+  STD_TORCH_CHECK(first_expert ? *first_expert >= 0 && *first_expert <= scored - held : scored == held,
+                  "hf_fastpath::routed_experts: logits scores ", scored, " experts, the weights are of ",
+                  held, " from ", first_expert.value_or(0), " on");
+  return scored;
 }
 
 // Uninitialized float32 tensor of `like`'s shape and device.

@@ -83,11 +83,17 @@ def build_of_config(
 
 
 def build_spread_model(
-    name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **changes: Any
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    has_whole_experts: bool = False,
+    **changes: Any,
 ) -> PreTrainedModel:
     """Build the model of shape ``name`` with random weights over all processes, as a ``tp_plan`` spreads it.
 
     Args:
+        has_whole_experts: each rank has some experts as a whole instead of a part of each.
         changes: other values of its config.
     """
     config = shape(name).build_config()
@@ -95,7 +101,7 @@ def build_spread_model(
         setattr(config, key, value)
     with no_model():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model = compat.spread_over_ranks(model)
+    model = compat.spread_over_ranks(model, has_whole_experts)
     generator = torch.Generator(device).manual_seed(seed)  # what every rank has whole is equal on all
     for module in model.modules():
         for parameter_name, parameter in module._parameters.items():

@@ -211,7 +211,8 @@ def explain_config(
         try:
             plan, report = examine(model)
             if gpus > 1:
-                why = several_gpus.why_not_spread(model, gpus)
+                recorded = "its step is recorded from its own forward, which knows of no other GPUs"
+                why = recorded if plan.is_recorded else several_gpus.why_not_spread(model, gpus)
                 unsupported = None if why is None else f"over {gpus} GPUs: {why}"
                 report = None if why else replace(report, patched={}, ranks=f"{gpus} ranks, modules stay stock's")
         except UnsupportedModelError as error:
@@ -244,7 +245,8 @@ def _steps(model: Any, dtype: torch.dtype, bandwidth: float | None, gpus: int) -
         weights = traffic.weight_bytes(model, batch)
         weights = weights if over is None else over.weight_bytes(weights)
         for context in sorted({min(context, longest) for context in CONTEXTS}):
-            kv = traffic.kv_bytes(text, context, dtype, batch) // gpus
+            kv = traffic.kv_bytes(text, context, dtype, batch)
+            kv = kv if over is None else over.kv_bytes(kv)
             speed = None if bandwidth is None else batch * bandwidth / (weights + kv)
             if over is not None and bandwidth is not None:
                 speed = batch / over.seconds(weights + kv, bandwidth, text.num_hidden_layers)

@@ -19,9 +19,10 @@ SUM_SECONDS = {2: 3.5e-6, 4: 4.0e-6, 8: 5.0e-6}
 #: seconds of a step that reading does not hide, for each layer
 LAYER_SECONDS = 2.0e-6
 #: styles of a ``tp_plan`` whose outputs are put together by a sum or a gather, and those that need nothing
-_GATHERED = "colwise_gather_output"
-_JOINED = ("rowwise", "embedding_rowwise", _GATHERED, "moe_tp_experts")
+_JOINED = ("rowwise", "rowwise_split_input", "embedding_rowwise", "colwise_gather_output", "moe_tp_experts")
 _APART = ("colwise", "packed_colwise", "replicated_with_grad_allreduce")
+#: projections that make keys, of all kinds
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,21 @@ class Spread:
         gpus: number of GPUs.
         weight_share: fraction of the weights that a step reads which is divided over the GPUs.
         sums: sums and gathers over GPUs in a step.
+        divides_heads: whether a GPU has only its own heads, and their part of the cache.
     """
 
     gpus: int
     weight_share: float
     sums: int
+    divides_heads: bool = True
 
     def weight_bytes(self, count: int) -> int:
         """Return the bytes of weights that a GPU reads if one GPU alone would read ``count``."""
         return int(count * (self.weight_share / self.gpus + 1 - self.weight_share))
+
+    def kv_bytes(self, count: int) -> int:
+        """Return the bytes of the cache that a GPU reads if one GPU alone would read ``count``."""
+        return count // self.gpus if self.divides_heads else count
 
     def seconds(self, bytes_of_a_gpu: float, bandwidth: float, layers: int) -> float:
         """Return the predicted time of a step."""
@@ -53,17 +60,19 @@ def why_not_spread(model: Any, gpus: int) -> str | None:
     styles = compat.planned_styles(model)
     if not styles:
         return f"transformers has no tp_plan for {type(model).__name__}"
-    modules, head = dict(model.named_modules()), model.get_output_embeddings()
     odd = [name for name, style in styles.items() if style not in (*_JOINED, *_APART)]
-    odd += [name for name, style in styles.items() if style == _GATHERED and modules.get(name, head) is not head]
     if odd:
         return f"{odd[0]} would be spread by {styles[odd[0]]}, which is not covered"
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if heads % gpus or kv_heads % gpus:
+    if _divides_heads(styles) and (heads % gpus or kv_heads % gpus):
         return f"{heads} heads and {kv_heads} KV heads do not divide over {gpus} GPUs"
     return None
+
+
+def _divides_heads(styles: dict[str, str]) -> bool:
+    return any(style == "colwise" and name.rpartition(".")[2] in _KEYS for name, style in styles.items())
 
 
 def spread(model: Any, gpus: int) -> Spread:
@@ -80,4 +89,4 @@ def spread(model: Any, gpus: int) -> Spread:
         is_shared = style is not None and style != "replicated_with_grad_allreduce"
         shared, whole = shared + is_shared * parameter.nbytes, whole + parameter.nbytes
     joined = [name for name, style in styles.items() if style in _JOINED and name not in parameters]
-    return Spread(gpus, shared / max(1, whole), len(joined))
+    return Spread(gpus, shared / max(1, whole), len(joined), _divides_heads(styles))

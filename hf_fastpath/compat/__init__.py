@@ -136,6 +136,7 @@ from .parallel import (
     shared_memory,
     spread_like,
     spread_over_ranks,
+    whole_experts,
     with_local_tensor,
 )
 from .seams import (

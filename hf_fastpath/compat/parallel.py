@@ -2,8 +2,8 @@
 are put together.
 
 ``from_pretrained(tp_plan=...)`` makes a sharded module's parameters DTensors, and gives the module a forward of its own
-on the instance: a function in ``transformers.distributed.tensor_parallel`` that closes over the style, the mesh and the
-forward that was there before.
+on the instance: a function in ``transformers.distributed`` that closes over the style, the mesh and the forward that
+was there before. A ``distributed_config`` with expert parallelism does the same to experts.
 """
 
 from __future__ import annotations
@@ -18,32 +18,41 @@ import torch
 from torch import nn
 
 if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     #: fills a tensor with those of all ranks; its name was ``all_gather_into_tensor`` until torch 2.12
     all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 else:  # no object is an instance of these
     all_gather = None
-    DTensor = Replicate = Shard = ()
+    DTensor = FSDPModule = Replicate = Shard = ()
+
+#: what brings tokens to experts that ranks have whole, and adds up what these make of them; up to transformers 5.22 it
+#: was the style itself
+_SUMS_OF_EXPERTS = ("AutoEP", "AllReduceEP", "AllToAllEP", "EpDispatchExpertsParallel")
 
 
 class ShardStyle(Enum):
-    """How a module is spread over ranks; the values are transformers' names in a ``tp_plan``."""
+    """How a module is spread over ranks; the values are transformers' names in a plan."""
 
     COLUMNS = "colwise"  # output features; each rank keeps its own
     GATHERED = "colwise_gather_output"  # output features; each rank gets all
     ROWS = "rowwise"  # input features, of which each rank has its own; the ranks' outputs are summed
+    SPLIT_ROWS = "rowwise_split_input"  # the same, but each rank gets all input features, and takes its own
     VOCABULARY = "embedding_rowwise"  # rows of an embedding; the ranks' outputs are summed
     EXPERTS = "moe_tp_experts"  # inner features of every expert; the ranks' outputs are summed
-    WHOLE = "replicated_with_grad_allreduce"  # not at all; only gradients are summed
+    SOME_EXPERTS = "ep_dispatch_experts"  # experts, of which each rank has its own; the ranks' outputs are summed
+    PICKED_EXPERTS = "grouped_gemm"  # the same behind a router that is PICKING
+    PICKING = "ep_router"  # not at all; each rank is left with the choices among its own experts
+    WHOLE = "replicated_with_grad_allreduce"  # not at all; gradients may be summed
 
 
 class Parallel(NamedTuple):
-    """A forward that tensor parallelism has put onto a module.
+    """A forward that tensor or expert parallelism has put onto a module.
 
     Attributes:
         style: how the module is spread, or None if in no way that :class:`ShardStyle` has.
-        name: name of the style's class.
+        name: name of the style's class, or of what brings experts their tokens.
         inner: the forward that was there before.
     """
 
@@ -67,7 +76,7 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether transformers has spread a model over ranks by a ``tp_plan``, and in no other way."""
     mesh = getattr(model, "_device_mesh", None)
     ranks = getattr(model, "_tp_size", None) or 1
-    return mesh is not None and ranks > 1 and mesh.size() == ranks
+    return mesh is not None and ranks > 1 and mesh.size() == ranks and not isinstance(model, FSDPModule)
 
 
 def rank_group(model: nn.Module) -> Any:
@@ -77,13 +86,13 @@ def rank_group(model: nn.Module) -> Any:
 
 
 def parallel_forward(module: nn.Module) -> Parallel | None:
-    """Return the forward that tensor parallelism has put onto ``module``, or None if there is none."""
+    """Return the forward that tensor or expert parallelism has put onto ``module``, or None if there is none."""
     forward = vars(module).get("forward")
     code = getattr(forward, "__code__", None)
     if code is None or not getattr(forward, "__module__", "").startswith("transformers.distributed."):
         return None
     owner, _, rest = forward.__qualname__.partition(".")
-    if rest != "install_forward.<locals>.tp_forward":
+    if rest not in ("install_forward.<locals>.tp_forward", "install_forward.<locals>.ep_forward"):
         return None
     closed = {name: cell.cell_contents for name, cell in zip(code.co_freevars, forward.__closure__)}
     if closed["module"] is not module:  # a copy has the forward of the module that was copied
@@ -91,6 +100,12 @@ def parallel_forward(module: nn.Module) -> Parallel | None:
     if owner == "ReplicatedWithGradAllReduce":
         return Parallel(ShardStyle.WHOLE, owner, closed["original_forward"])
     style = closed["self"]
+    if owner == "EpDispatchExpertsParallel":
+        implementation = closed.get("implementation")
+        inner = closed["experts_forward"] if implementation is None else implementation.experts_forward
+        used = style if implementation is None else implementation
+        is_known = type(used).__name__ in _SUMS_OF_EXPERTS and type(used).__module__ == forward.__module__
+        return Parallel(ShardStyle.SOME_EXPERTS if is_known else None, type(used).__name__, inner)
     return Parallel(_style_of(style, module), type(style).__name__, closed["original_forward"])
 
 
@@ -104,10 +119,13 @@ def _style_of(style: Any, module: nn.Module) -> ShardStyle | None:
     if name == "ColwiseParallel" and inputs == Replicate():
         return {Shard(-1): ShardStyle.COLUMNS, Replicate(): ShardStyle.GATHERED}.get(outputs)
     if name == "MoeExpertsParallel":
-        return ShardStyle.EXPERTS
-    if name == "RowwiseParallel" and inputs == Shard(-1) and outputs == Replicate():
-        return ShardStyle.ROWS
-    return None
+        sharded = [parameter for parameter in module.parameters() if is_sharded(parameter)]
+        return ShardStyle.PICKED_EXPERTS if {*map(sharded_dim, sharded)} == {0} else ShardStyle.EXPERTS
+    if name == "EpRouterParallel":
+        return ShardStyle.PICKING
+    if name == "RowwiseParallel" and outputs == Replicate():
+        return {Shard(-1): ShardStyle.ROWS, Replicate(): ShardStyle.SPLIT_ROWS}.get(inputs)
+    return ShardStyle.WHOLE if name == "TensorParallelLayer" else None
 
 
 def spread_like(original: nn.Module, made: nn.Module) -> None:
@@ -126,11 +144,30 @@ def move(parameter: torch.Tensor, device: torch.device | str) -> None:
         parameter.data = parameter.data.to(device)
 
 
-def spread_over_ranks(model: nn.Module) -> nn.Module:
-    """Spread a model on the meta device as ``from_pretrained(tp_plan="auto")`` does, over all processes."""
+def whole_experts(ranks: int, **options: Any) -> Any:
+    """Return a ``distributed_config`` that gives each rank some experts as a whole; what else is spread is up to the
+    release.
+
+    Args:
+        options: others of the config's.
+    """
     from transformers.distributed import DistributedConfig
 
-    config = DistributedConfig(tp_size=torch.distributed.get_world_size(), tp_plan="auto")
+    is_sized = "ep_size" in DistributedConfig.__dataclass_fields__
+    size = {"ep_size": ranks} if is_sized else {"enable_expert_parallel": True}
+    return DistributedConfig(tp_size=ranks, tp_plan="auto", **size, **options)
+
+
+def spread_over_ranks(model: nn.Module, has_whole_experts: bool = False) -> nn.Module:
+    """Spread a model on the meta device as ``from_pretrained(tp_plan="auto")`` does, over all processes.
+
+    Args:
+        has_whole_experts: experts are spread by :func:`whole_experts` instead.
+    """
+    from transformers.distributed import DistributedConfig
+
+    ranks = torch.distributed.get_world_size()
+    config = whole_experts(ranks) if has_whole_experts else DistributedConfig(tp_size=ranks, tp_plan="auto")
     config, _, mesh = type(model).prepare_distribute_model(config, device_map=None)
     return type(model).maybe_distribute_model(model, config, mesh)
 

@@ -10,6 +10,7 @@ from torch import nn
 from .. import architecture as arch
 from ..compat import (
     MIN_WINDOW,
+    ShardStyle,
     attention_function,
     caps_scores,
     is_known_code,
@@ -30,6 +31,7 @@ from .modules import (
     weight_and_bias,
 )
 from .parts import NormPart, Part
+from .rank_calls import style_of
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ class AttentionPart(Part):
     def is_composed(self) -> bool:
         """Whether there is more between the norm and the cache than ``ops.qkv_rope_append`` does."""
         interleaved = self.spec.by_kv_head and self.num_kv_heads > 1
-        return interleaved or self.repeats_kv
+        is_gathered = style_of(self.projections()[0]) is ShardStyle.GATHERED
+        return interleaved or self.repeats_kv or is_gathered
 
     def other_reason(self) -> str | None:
         return self._own_reason("attention")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..architecture import Architecture
-from ..compat import Conv1D, hook_of, is_known_code, is_ours, is_sharded, is_wrapped_by, name_of, placement
+from ..compat import Conv1D, ShardStyle, hook_of, is_known_code, is_ours, is_sharded, is_wrapped_by, name_of, placement
 from ..native import loader
 from ..ops import packed_gemv
 from ..quantization.checkpoints import noted
@@ -17,6 +17,7 @@ from ..quantization.linear import PackedLinear
 from ..reasons import Cause
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import pass_through
+from .rank_calls import shard_of
 
 
 def child(module: nn.Module, name: str) -> Any:
@@ -112,7 +113,10 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def out_features(module: nn.Module) -> int:
-    """Return the number of a projection's output features."""
+    """Return the number of a projection's output features; those of all ranks if they are gathered."""
+    shard = shard_of(module)
+    if shard is not None and shard.style is ShardStyle.GATHERED:
+        return shard.total
     return module.out_features if is_packed(module) else module.weight.shape[1 if is_transposed(module) else 0]
 
 

@@ -30,6 +30,7 @@ from .modules import (
     projection_reason,
     weight_and_bias,
 )
+from .rank_calls import shard_of
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ class MoEPart(Part):
         if self.top_k > MAX_TOP_K or len(router.weight) > MAX_EXPERTS:
             what = f"{self.top_k} of {len(router.weight)} experts, at most {MAX_TOP_K} of {MAX_EXPERTS} are covered"
             return Cause("unsupported_config", what, self.module)
-        if getattr(experts, "_is_expert_parallel", False):
+        if getattr(experts, "_is_expert_parallel", False) and shard_of(experts) is None:
             return Cause("unsupported_config", "experts on several devices", experts)
         if self.activation not in EXPERT_GATES or not all(value > 0 for value in self.gate_limits):
             return Cause("unsupported_activation", f"gate {self.activation}, limits {self.gate_limits}", experts)

@@ -25,7 +25,8 @@ class Shard:
     Attributes:
         ranks: the processes.
         style: the way in which the module is spread.
-        first: number of the shard's first output feature, or row of an embedding, among all.
+        first: number of the shard's first output feature among all; of ``SPLIT_ROWS``, of its first input feature; of
+            an embedding, of its first row; of experts, of its first expert.
         total: number of all of them.
         features: number of features that the rank's output has.
         dtype: type of outputs.
@@ -44,6 +45,12 @@ def shard_of(module: nn.Module) -> Shard | None:
     return vars(module).get(SHARD_KEY)
 
 
+def style_of(module: nn.Module) -> ShardStyle | None:
+    """Return the way in which a module of a local model is spread; None if the rank has all of it."""
+    shard = shard_of(module)
+    return None if shard is None else shard.style
+
+
 def summed(x: torch.Tensor, residual: torch.Tensor | None, shard: Shard) -> torch.Tensor:
     """Return the sum of ``x`` over all ranks, plus ``residual``; ``x`` is overwritten."""
     total = shard.ranks.sum(x)
@@ -55,6 +62,11 @@ def gathered(x: torch.Tensor, shard: Shard) -> torch.Tensor:
     width = -(-shard.total // shard.ranks.size)  # the last rank may have fewer
     whole = shard.ranks.gather(nn.functional.pad(x, (0, width - x.shape[-1])))
     return whole.movedim(0, -2).flatten(-2)[..., : shard.total].contiguous()
+
+
+def own_inputs(x: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return this rank's part of [..., total] features, as a view."""
+    return x[..., shard.first : shard.first + -(-shard.total // shard.ranks.size)]
 
 
 def own_rows(tokens: torch.Tensor, embedding: torch.Tensor, shard: Shard) -> torch.Tensor:

@@ -20,9 +20,14 @@ from ..architecture import Architecture
 from ..compat import ShardStyle
 from ..reasons import Cause
 from .parts import MoEPart
-from .rank_calls import SHARD_KEY, Shard, shard_of
+from .rank_calls import SHARD_KEY, Shard, shard_of, style_of
 from .ranks import Ranks
 from .structure import ModelPart, model_part
+
+#: styles of a mixture's experts
+EXPERT_STYLES = (ShardStyle.EXPERTS, ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS)
+#: style of the last projection of attention or of an MLP -> style of those in front
+_IN_FRONT = {ShardStyle.ROWS: ShardStyle.COLUMNS, ShardStyle.SPLIT_ROWS: ShardStyle.GATHERED}
 
 
 def local_model(architecture: Architecture, model: nn.Module, ranks: Ranks) -> nn.Module:
@@ -60,7 +65,7 @@ def _copy(
     parameters = {name: None if p is None else compat.local_tensor(p) for name, p in module._parameters.items()}
     if shard is not None:
         contents[SHARD_KEY] = shard
-        if shard.style is ShardStyle.ROWS and shard.ranks.rank:
+        if shard.style in (ShardStyle.ROWS, ShardStyle.SPLIT_ROWS) and shard.ranks.rank:
             parameters["bias"] = None  # the sum is to hold the bias once
     vars(twin).update(contents, _modules=children, _parameters=parameters)
     forward = vars(module).get("forward") if parallel is None else parallel.inner
@@ -76,14 +81,17 @@ def _shard(
     if style in (None, ShardStyle.WHOLE):
         return None
     weight = module._parameters.get("weight")
-    if style is ShardStyle.EXPERTS:
-        total = features = getattr(module, architecture.moe.down).shape[1] if architecture.moe else 0
+    if (moe := architecture.moe) is not None and style in EXPERT_STYLES:
+        down = getattr(module, moe.down)
+        total, features = len(down), down.shape[2 if moe.transposed else 1]
     elif weight is None:  # quantized
         total = features = module.out_features
     else:
         total, features = weight.shape
     if style is ShardStyle.ROWS:
         features = total
+    elif style is ShardStyle.SPLIT_ROWS:
+        total, features = features, total
     elif style in (ShardStyle.COLUMNS, ShardStyle.GATHERED) and weight is not None:
         features = len(compat.local_tensor(weight))
     return Shard(ranks, style, ranks.rank * -(-total // ranks.size), total, features, dtype)
@@ -92,12 +100,12 @@ def _shard(
 def _divide_heads(architecture: Architecture, attention: nn.Module) -> None:
     """Give an attention module of a local model a config with the rank's number of heads."""
     shard = shard_of(getattr(attention, architecture.attention.out))
-    if shard is None:
+    if shard is None or shard.style is not ShardStyle.ROWS:
         return
     config = copy.copy(attention.config)
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(config, name, None)) is not None:
-            compat.set_entry(config, name, heads // shard.ranks.size)
+            compat.set_entry(config, name, max(1, heads // shard.ranks.size))
     vars(attention)["config"] = config
 
 
@@ -126,11 +134,6 @@ class ShardedPart(ModelPart):
         return self.group
 
     @property
-    def vocab_size(self) -> int:
-        shard = shard_of(self.head)
-        return super().vocab_size if shard is None else shard.total
-
-    @property
     def num_embeddings(self) -> int:
         shard = shard_of(self.embedding)
         return super().num_embeddings if shard is None else shard.total
@@ -150,11 +153,12 @@ class ShardedPart(ModelPart):
                 continue
             if parallel.style is ShardStyle.WHOLE and not sharded:
                 continue
-            twin = self.module.get_submodule(name)
-            if parallel.style is None or expected.get(id(twin)) is not parallel.style:
-                style = parallel.name if parallel.style is None else parallel.style.value
-                return Cause("sharded", f"{name} is spread by {style}")
-            if sharded and not self._is_spread_as_said(module, parallel.style):
+            if parallel.style is None:
+                return Cause("sharded", f"{name} is spread by {parallel.name}")
+            if expected.get(id(self.module.get_submodule(name))) is not parallel.style:
+                what = f"{name} is spread by {parallel.style.value}, which its place or its neighbors do not go with"
+                return Cause("sharded", what)
+            if (sharded or parallel.style in EXPERT_STYLES) and not self._is_spread_as_said(module, parallel.style):
                 return Cause("sharded", f"{name} is spread otherwise than its style {parallel.style.value} says")
         return self._heads_reason()
 
@@ -163,41 +167,66 @@ class ShardedPart(ModelPart):
         yield self.embedding, ShardStyle.VOCABULARY
         yield self.head, ShardStyle.GATHERED
         for layer in self.layers:
-            groups = [layer.attention.projections()]
-            if isinstance(layer.mlp, MoEPart):
-                yield layer.mlp.experts, ShardStyle.EXPERTS
-            else:
-                groups.append(layer.mlp.projections())
+            *qkv, out = layer.attention.projections()
+            groups = [[*self._spread_of(qkv), out]]
+            mlp = layer.mlp
+            if isinstance(mlp, MoEPart):
+                yield from self._mixture_roles(mlp)
+            elif mlp.is_fused or style_of(mlp.down) is ShardStyle.ROWS:  # no other MLP's step gathers features
+                groups.append(mlp.projections())
             for *inner, out in groups:
-                shards = [shard_of(module) for module in (*inner, out)]
-                if all(shard is not None for shard in shards):
-                    yield from ((module, ShardStyle.COLUMNS) for module in inner)
-                    yield out, ShardStyle.ROWS
+                style = style_of(out)
+                if style in _IN_FRONT and all(shard_of(module) is not None for module in inner):
+                    yield from ((module, _IN_FRONT[style]) for module in inner)
+                    yield out, style
+
+    def _spread_of(self, qkv: list[nn.Module]) -> list[nn.Module]:
+        """Return those of an attention's projections that have to be spread: every rank may have the only KV head."""
+        has_kv = all(shard_of(module) is None for module in qkv[1:])
+        return qkv[:1] if has_kv and self._heads()[1] == 1 else qkv
+
+    def _heads(self) -> tuple[int, int]:
+        """Return the number of heads and of KV heads of the whole model."""
+        config = self.whole.config.get_text_config()
+        heads = config.num_attention_heads
+        return heads, getattr(config, "num_key_value_heads", None) or heads
+
+    def _mixture_roles(self, mixture: MoEPart) -> Iterator[tuple[nn.Module, ShardStyle]]:
+        """Yield the experts, and the router if it is the one that leaves each rank its own choices."""
+        if style_of(mixture.router) is ShardStyle.PICKING:
+            yield mixture.router, ShardStyle.PICKING
+            yield mixture.experts, ShardStyle.PICKED_EXPERTS
+        elif (style := style_of(mixture.experts)) in (ShardStyle.EXPERTS, ShardStyle.SOME_EXPERTS):
+            yield mixture.experts, style
 
     def _heads_reason(self) -> str | None:
         for layer in self.layers:
-            attention = layer.attention
-            if shard_of(attention.projections()[-1]) is None:
+            *qkv, out = layer.attention.projections()
+            if style_of(out) is not ShardStyle.ROWS:
                 continue
-            config = self.whole.config.get_text_config()
-            heads = [config.num_attention_heads] * 2
-            heads[1] = getattr(config, "num_key_value_heads", None) or heads[0]
-            if any(count % self.group.size for count in heads):
-                return Cause("sharded", f"{heads[0]} heads and {heads[1]} KV heads over {self.group.size} ranks")
+            heads, kv_heads = self._heads()
+            if heads % self.group.size or (shard_of(qkv[-1]) is not None and kv_heads % self.group.size):
+                what = f"{heads} heads and {kv_heads} KV heads do not divide over {self.group.size} ranks"
+                return Cause("sharded", what)
+            if any(len(norm.module.weight) != layer.attention.head_dim for norm in layer.attention.head_norms):
+                return Cause("sharded", "a norm over the heads of all ranks", layer.attention.module)
         return None
 
     def _is_spread_as_said(self, module: nn.Module, style: ShardStyle) -> bool:
         parameters = {name: each for name, each in module._parameters.items() if each is not None}
-        if style is ShardStyle.EXPERTS:
-            names = self.architecture.moe.gate_up, self.architecture.moe.down
-            if parameters.keys() != set(names) or not all(map(compat.is_sharded, parameters.values())):
+        if style in EXPERT_STYLES:
+            moe = self.architecture.moe
+            names = [moe.gate_up, moe.down, moe.gate_up_bias, moe.down_bias]
+            if parameters.keys() != {*names} - {None} or not all(map(compat.is_sharded, parameters.values())):
                 return False
-            gate_up, down = (parameters[name] for name in names)
-            return compat.halves_sharded_dim(gate_up) == 1 and compat.sharded_dim(down) == 2
+            if style is not ShardStyle.EXPERTS:
+                return {*map(compat.sharded_dim, parameters.values())} == {0}
+            gate_up, down = (parameters[name] for name in names[:2])
+            return len(parameters) == 2 and compat.halves_sharded_dim(gate_up) == 1 and compat.sharded_dim(down) == 2
         for name, parameter in parameters.items():
             dim = compat.sharded_dim(parameter) if compat.is_sharded(parameter) else None
-            wanted = 0
-            if style is ShardStyle.ROWS:
+            wanted = None if style is ShardStyle.PICKING else 0
+            if style in (ShardStyle.ROWS, ShardStyle.SPLIT_ROWS):
                 wanted = None if name == "bias" else 1
             if dim != wanted:
                 return False

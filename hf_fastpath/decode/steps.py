@@ -25,7 +25,7 @@ from .modules import is_packed, is_transposed, weight_and_bias
 from .named_calls import Emit, HeadNorms, Norm, run
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
 from .positions import Positions
-from .rank_calls import gathered, own_embeddings, own_rows, shard_of, summed
+from .rank_calls import gathered, own_embeddings, own_inputs, own_rows, shard_of, style_of, summed
 from .structure import ModelPart
 
 __all__ = ["Emit", "run"]
@@ -51,11 +51,13 @@ def projection(
     programmatic_launch: bool = False,
 ) -> Any:
     """Emit ``activation(linear(norm(x))) + residual``; what all ranks make of it if the layer is spread over ranks."""
-    shard = shard_of(linear)
-    style = None if shard is None else shard.style
-    behind = residual if style is not ShardStyle.ROWS else None
+    shard, style = shard_of(linear), style_of(linear)
+    if style is ShardStyle.SPLIT_ROWS:
+        x = emit(own_inputs, x=x, shard=shard)
+    is_summed = style in (ShardStyle.ROWS, ShardStyle.SPLIT_ROWS)
+    behind = None if is_summed else residual
     made = _product(emit, linear, x, behind, activation, norm, programmatic_launch)
-    if style is ShardStyle.ROWS:
+    if is_summed:
         return emit(summed, x=made, residual=residual, shard=shard)
     return emit(gathered, x=made, shard=shard) if style is ShardStyle.GATHERED else made
 
@@ -194,6 +196,11 @@ def mlp(
         hidden = projection(
             emit, part.up, x, activation=part.activation, norm=norm, programmatic_launch=programmatic_launch
         )
+    elif part.is_fused and style_of(part.up) is ShardStyle.GATHERED:  # a rank's rows are of other features than its own
+        both = projection(emit, part.up, x, norm=norm, programmatic_launch=programmatic_launch)
+        halves = emit(_aten.chunk.default, both, 2, -1)
+        gate, up = (emit(operator.getitem, halves, place) for place in range(2))
+        hidden = emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=part.activation)
     elif (together := joined(part.projections()[:-1])) is not None:
         hidden = emit(ops.packed_gemv_swiglu.overload, x=x, **together, **how)
     elif not is_packed(part.up) and not is_packed(part.gate) and part.gate.bias is None and part.up.bias is None:
@@ -222,7 +229,9 @@ def mixture(
         op, arguments = _norm_op(norm, programmatic_launch)
         x, norm = emit(op, x=x, **arguments), None
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
-    shard = shard_of(part.experts)
+    shard, others = shard_of(part.experts), dict(zip(("alpha", "limit"), part.gate_limits))
+    if style_of(part.experts) in (ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS):
+        others["first_expert"] = shard.first
     made = emit(
         experts,
         x=x,
@@ -239,7 +248,7 @@ def mixture(
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         transposed=part.spec.transposed,
-        **dict(zip(("alpha", "limit"), part.gate_limits)),
+        **others,
     )
     return made if shard is None else emit(summed, x=made, residual=residual, shard=shard)
 

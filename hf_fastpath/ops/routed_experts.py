@@ -31,6 +31,7 @@ def reference(
     alpha: float = 1.702,
     limit: float = 7.0,
     concatenated: bool = False,
+    first_expert: int | None = None,
     norm: NormKind = NormKind.NONE,
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
@@ -40,11 +41,13 @@ def reference(
 
     Args:
         x: [..., hidden_size], at most 16 rows in all.
-        logits: [..., num_experts] float32, float16 or bfloat16, as many rows as x; at most 1024 experts.
-        top_k: experts that a row chooses, 1 to 32, at most num_experts. Which of equal scores are chosen is open.
+        logits: [..., num_scored] float32, float16 or bfloat16, as many rows as x; at most 1024 experts.
+        top_k: experts that a row chooses, 1 to 32, at most num_scored. Which of equal scores are chosen is open.
         normalized, rounded: as of ``topk_softmax``.
         gate_up_weight, down_weight, residual, activation, programmatic_launch, gate_up_bias, down_bias, transposed,
         alpha, limit, concatenated: as of ``fused_experts``; norm_weight is one of the weights there.
+        first_expert: the weights are those of experts first_expert to first_expert + num_experts - 1, and chosen
+            experts without weights add nothing; None if the weights are those of all.
         norm, norm_weight, norm_bias, norm_eps: as of ``gemv``. The residual is not normed.
 
     Returns:
@@ -60,6 +63,7 @@ def reference(
     scores = logits.reshape(-1, logits.shape[-1])
     ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=logits.device)
     weights = topk_softmax(scores, ids, normalized, rounded)
+    ids = ids - (first_expert or 0)
     stacks, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
     return fused_experts(
         x, ids, weights, *stacks, residual, activation, False, *biases, transposed, alpha, limit, concatenated
@@ -83,15 +87,19 @@ def why_not(
     transposed,
     limit,
     concatenated,
+    first_expert,
     norm,
     norm_weight,
     norm_bias,
 ) -> list[str]:
-    num_experts = down_weight.shape[0] if down_weight.dim() else 0
-    if logits.dim() < 1 or logits.dtype not in FLOAT_DTYPES or logits.shape[-1] != num_experts:
+    held = down_weight.shape[0] if down_weight.dim() else 0
+    num_experts = logits.shape[-1] if logits.dim() else 0
+    if logits.dtype not in FLOAT_DTYPES or not logits.dim() or (first_expert is None and num_experts != held):
         found = f"{logits.dtype} {tuple(logits.shape)}"
-        return [f"logits is {found}, expected float32, float16 or bfloat16 [..., {num_experts}]"]
+        return [f"logits is {found}, expected float32, float16 or bfloat16 [..., {held}]"]
     reasons = norm_reasons(x, norm, norm_weight, norm_bias)
+    if first_expert is not None and not 0 <= first_expert <= num_experts - held:
+        reasons.append(f"first_expert is {first_expert}, expected 0 to {num_experts - held}: {held} have weights")
     if not 1 <= num_experts <= MAX_EXPERTS:
         reasons.append(f"there are {num_experts} experts, expected 1 to {MAX_EXPERTS}")
     if top_k > num_experts:
@@ -122,20 +130,34 @@ def why_not(
 
 
 def moved(
-    x, logits, gate_up_weight, down_weight, top_k, residual, gate_up_bias, down_bias, norm_weight, norm_bias
+    x,
+    logits,
+    gate_up_weight,
+    down_weight,
+    top_k,
+    residual,
+    gate_up_bias,
+    down_bias,
+    first_expert,
+    norm_weight,
+    norm_bias,
 ) -> int:
-    count = logits.reshape(-1, logits.shape[-1]).topk(top_k).indices.unique().numel()
+    first = first_expert or 0
+    chosen = logits.reshape(-1, logits.shape[-1]).topk(top_k).indices.unique()
+    count = int(((chosen >= first) & (chosen < first + len(down_weight))).sum())
     weights = count * nbytes(gate_up_weight, down_weight, gate_up_bias, down_bias) // gate_up_weight.shape[0]
     return 2 * nbytes(x) + nbytes(logits, residual, norm_weight, norm_bias) + weights
 
 
 def samples(device: torch.device, dtype: torch.dtype):
-    def call(rows, top_k, num_experts, hidden_size, width, residual=False, biases=False, of=None, **options):
+    def call(rows, top_k, num_scored, hidden_size, width, residual=False, biases=False, of=None, held=None, **options):
+        num_experts = held or num_scored
+
         def randn(*shape, std=1.0):
             return (torch.randn(*shape, device=device) * std).to(dtype)
 
         # scores that differ in every dtype
-        logits = torch.stack([torch.randperm(num_experts, device=device) for _ in range(rows)]) / 8 - 2
+        logits = torch.stack([torch.randperm(num_scored, device=device) for _ in range(rows)]) / 8 - 2
         features = width if options.get("activation") == UNGATED else 2 * width
         stacks = randn(num_experts, features, hidden_size, std=hidden_size**-0.5)
         down = randn(num_experts, hidden_size, width, std=width**-0.5)
@@ -156,9 +178,12 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(16, 3, 9, 80, 56, normalized=False)
     yield call(1, 6, 8, 128, 64, transposed=True, concatenated=True, programmatic_launch=True)  # Aria
     yield call(1, 6, 8, 96, 56, activation=UNGATED, residual=True)  # Nemotron-H
+    yield call(1, 4, 16, 64, 40, held=4, first_expert=8, residual=True, programmatic_launch=True)
+    yield call(3, 2, 6, 72, 24, held=3, first_expert=0)
     oss = dict(transposed=True, biases=True, activation=Activation.CLAMPED_SWIGLU)
     yield call(1, 4, 32, 128, 96, residual=True, programmatic_launch=True, **oss)
     yield call(1, 2, 4, 60, 37, limit=0.5, alpha=1.3, rounded=True, **oss)
+    yield call(1, 4, 8, 64, 48, held=4, first_expert=4, **oss)
     yield call(9, 2, 3, 72, 64, residual=True, transposed=True)
     for rows, options in ((1, {}), (1, oss), (1, dict(programmatic_launch=True)), (3, {})):
         rms = dict(norm=NormKind.RMS_OFFSET if rows > 1 else NormKind.RMS, norm_eps=1e-5, **options)
@@ -173,7 +198,7 @@ SPEC = register(
             "(Tensor x, Tensor logits, Tensor gate_up_weight, Tensor down_weight, int top_k, Tensor? residual=None, "
             "bool normalized=True, bool rounded=False, int activation=2, bool programmatic_launch=False, "
             "Tensor? gate_up_bias=None, Tensor? down_bias=None, bool transposed=False, float alpha=1.702, "
-            f"float limit=7.0, bool concatenated=False, {NORM_SCHEMA}) -> Tensor"
+            f"float limit=7.0, bool concatenated=False, int? first_expert=None, {NORM_SCHEMA}) -> Tensor"
         ),
         reference=reference,
         fake=fake,

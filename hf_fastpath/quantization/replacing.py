@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import Conv1D, is_sharded, local_tensor, move, spread_like
+from ..compat import Conv1D, ShardStyle, is_sharded, local_tensor, move, spread_like
 from ..decode.layer_part import LayerPart
 from ..decode.parts import MoEPart
+from ..decode.rank_calls import style_of
 from ..decode.structure import ModelPart
 from ..native import loader
 from ..ops.packed_gemv import SPEC
@@ -50,6 +51,10 @@ class Replaced:
         for parent, name in self.places:
             if parent._modules.get(name) is self.packed:  # else the user has put something else there since
                 parent._modules[name] = self.original
+
+
+#: styles in which a rank is given other features than it computes; stock code asks quantized layers for their number
+_TO_ALL_RANKS = (ShardStyle.GATHERED, ShardStyle.SPLIT_ROWS)
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,11 @@ def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options
     why = "class_not_supported" if part is None else part.reason()
     if why is not None:
         return f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
+    if any(style_of(linear) in _TO_ALL_RANKS for layer in part.layers for linear in layer.projections()):
+        return (
+            f"{wanted} takes a model whose ranks keep the features that they make; this one's tp_plan has "
+            f"{' and '.join(style.value for style in _TO_ALL_RANKS)}: load the model whole"
+        )
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 import warnings
@@ -12,14 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from models import build
+from models import build, left_padded, prompt
 from torch import nn
 from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM
 
+import hf_fastpath
+
 #: heads and widths that two processes can share
 SIZES = dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=128, intermediate_size=96, vocab_size=128)
 COUNT = 2
+NEW = 12
+GREEDY = dict(max_new_tokens=NEW, do_sample=False)
 #: seconds for the processes of a test
 SECONDS = 120
 
@@ -39,18 +44,69 @@ def device(rank: int) -> torch.device:
 
 
 def spread(folder: Path, **options: Any) -> nn.Module:
-    """Load the model in ``folder`` over all processes."""
+    """Load the model in ``folder`` over all processes, as ``tp_plan="auto"`` or a ``distributed_config`` says."""
+    options = dict(dtype=torch.float32) | ({} if "distributed_config" in options else {"tp_plan": "auto"}) | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return AutoModelForCausalLM.from_pretrained(
-            folder, tp_plan="auto", **dict(dtype=torch.float32) | options
-        ).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def save(folder: Path, architecture: str = "llama", **sizes: Any) -> Path:
     """Save a random model of the shared sizes."""
     build(architecture, **SIZES | sizes).save_pretrained(folder)
     return folder
+
+
+def some_prompt(here: torch.device, batch: int = 1, length: int = 11) -> torch.Tensor:
+    return prompt(here, batch, length) % (SIZES["vocab_size"] - 1) + 1  # 0 is the pad token
+
+
+def tokens_of(model: nn.Module, inputs: dict, seed: int = 0, **options: Any) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return model.generate(**inputs, **GREEDY | options)
+
+
+def assert_fast(model: nn.Module) -> None:
+    stats = hf_fastpath.report(model).stats
+    assert stats["fast_tokens"] and not stats["fallback_tokens"] and not stats["reasons"], stats
+
+
+def assert_tokens(rank: int, model: nn.Module, whole: nn.Module) -> None:
+    """Compare tokens of our loop with those that stock code gives of a spread model, and of the same model whole."""
+    here = device(rank)
+    whole = whole.to(here)
+    one, padded = {"input_ids": some_prompt(here)}, left_padded(here, 3)
+    padded["input_ids"] = padded["input_ids"] % (SIZES["vocab_size"] - 1) + 1
+    last = whole.generate(**one, **GREEDY)[0, -4].item()
+    cases = [(one, {}), (padded, {}), (one, dict(eos_token_id=last, pad_token_id=0))]
+    cases += [(padded, dict(do_sample=True, top_k=20, temperature=1.5))]
+    cases += [(one, dict(repetition_penalty=1.3))]
+    expected = [tokens_of(model, inputs, **options) for inputs, options in cases]
+    hf_fastpath.patch(model, quiet=True)
+    report = hf_fastpath.report(model)
+    family = model.config.model_type
+    assert report.loop == "fast" and report.ranks.startswith(f"rank {rank} of {COUNT}"), (family, report)
+    for (inputs, options), wanted in zip(cases, expected):
+        found = tokens_of(model, inputs, **options)
+        assert torch.equal(found, wanted), (family, options, found, wanted)
+    assert_fast(model)
+    assert torch.equal(tokens_of(model, one), whole.generate(**one, **GREEDY)), family
+
+
+def assert_half_types(rank: int, folder: Path, whole: nn.Module, **options: Any) -> None:
+    """Compare logits in 16 bits with exact ones: their error has to be near that of the same model whole."""
+    whole = whole.to(device(rank))
+    for dtype in (torch.bfloat16, torch.float16):
+        model = spread(folder, dtype=dtype, **options)
+        hf_fastpath.patch(model, quiet=True)
+        inputs = {"input_ids": some_prompt(device(rank), 2)}
+        found = tokens_of(model, inputs, return_dict_in_generate=True, output_logits=True)
+        assert_fast(model)
+        rounded = copy.deepcopy(whole).to(dtype)
+        stock = rounded(found.sequences[:, :-1]).logits[:, -NEW:]
+        logits = rounded.float()(found.sequences[:, :-1]).logits[:, -NEW:]
+        error = (torch.stack(found.logits, 1).float() - logits).norm() / logits.norm()
+        assert error <= 2 * (stock.float() - logits).norm() / logits.norm() + 1e-3, (dtype, error)
 
 
 def _process(rank: int, function: Callable[..., None], folder: Path, arguments: tuple) -> None:

@@ -9,27 +9,34 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from models import assert_same_instances, build, instances, left_padded, prompt
-from processes import SIZES, device, needs_processes, run, save, spread
+from models import assert_same_instances, build, instances
+from processes import (
+    GREEDY,
+    NEW,
+    SIZES,
+    assert_fast,
+    assert_half_types,
+    assert_tokens,
+    device,
+    needs_processes,
+    run,
+    save,
+    some_prompt,
+    spread,
+    tokens_of,
+)
 from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
-from hf_fastpath import RankError, UnsupportedModelError
+from hf_fastpath import RankError
 from hf_fastpath.decode import ranks
 
 pytestmark = needs_processes
-NEW = 12
-GREEDY = dict(max_new_tokens=NEW, do_sample=False)
-VOCAB = SIZES["vocab_size"]
 #: what is special about a family's spread layers: biases of rowwise layers, norms over heads, scaled embeddings, one
 #: matrix for q, k and v, tied embeddings, experts
 FAMILIES = ("llama", "qwen2", "starcoder2", "qwen3", "gemma", "gpt_neox", "cohere", "mixtral", "qwen3_moe")
-
-
-def some_prompt(here: torch.device, batch: int = 1, length: int = 11) -> torch.Tensor:
-    return prompt(here, batch, length) % (VOCAB - 1) + 1  # 0 is the pad token
 
 
 def loaded(folder: Path, architecture: str = "llama", **options) -> nn.Module:
@@ -37,39 +44,12 @@ def loaded(folder: Path, architecture: str = "llama", **options) -> nn.Module:
     return hf_fastpath.patch(model, quiet=True)
 
 
-def tokens_of(model: nn.Module, inputs: dict, seed: int = 0, **options) -> torch.Tensor:
-    torch.manual_seed(seed)
-    return model.generate(**inputs, **GREEDY | options)
-
-
-def assert_fast(model: nn.Module) -> None:
-    stats = hf_fastpath.report(model).stats
-    assert stats["fast_tokens"] and not stats["fallback_tokens"] and not stats["reasons"], stats
-
-
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
 def _equal_tokens(rank: int, folder: Path, architectures: tuple[str, ...]) -> None:
-    here = device(rank)
-    one = {"input_ids": some_prompt(here)}
     for architecture in architectures:
-        model, whole = spread(folder / architecture), build(architecture, **SIZES).to(here)
-        padded = left_padded(here, 3)
-        padded["input_ids"] = padded["input_ids"] % (VOCAB - 1) + 1
-        last = whole.generate(**one, **GREEDY)[0, -4].item()
-        cases = [(one, {}), (padded, {}), (one, dict(eos_token_id=last, pad_token_id=0))]
-        cases += [(padded, dict(do_sample=True, top_k=20, temperature=1.5))]
-        cases += [(one, dict(repetition_penalty=1.3))]
-        expected = [tokens_of(model, inputs, **options) for inputs, options in cases]
-        hf_fastpath.patch(model, quiet=True)
-        report = hf_fastpath.report(model)
-        assert report.loop == "fast" and report.ranks.startswith(f"rank {rank} of 2"), (architecture, report)
-        for (inputs, options), wanted in zip(cases, expected):
-            found = tokens_of(model, inputs, **options)
-            assert torch.equal(found, wanted), (architecture, options, found, wanted)
-        assert_fast(model)
-        assert torch.equal(tokens_of(model, one), whole.generate(**one, **GREEDY))
+        assert_tokens(rank, spread(folder / architecture), build(architecture, **SIZES))
 
 
 def test_tokens_are_those_of_stock_and_of_one_process(tmp_path):
@@ -154,18 +134,7 @@ def test_all_ranks_stop_at_the_same_step(tmp_path):
 
 
 def _half_types(rank: int, folder: Path) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        model = spread(folder / "llama", dtype=dtype)
-        hf_fastpath.patch(model, quiet=True)
-        inputs = {"input_ids": some_prompt(device(rank), 2)}
-        options = dict(return_dict_in_generate=True, output_logits=True)
-        found = tokens_of(model, inputs, **options)
-        assert_fast(model)
-        exact = build("llama", **SIZES).to(device(rank), dtype).float()
-        logits = exact(found.sequences[:, :-1]).logits[:, -NEW:]
-        stock = exact.to(dtype)(found.sequences[:, :-1]).logits[:, -NEW:]
-        error = (torch.stack(found.logits, 1).float() - logits).norm() / logits.norm()
-        assert error <= 2 * (stock.float() - logits).norm() / logits.norm() + 1e-3, error
+    assert_half_types(rank, folder / "llama", build("llama", **SIZES))
 
 
 def test_half_types(tmp_path):
@@ -269,24 +238,7 @@ def test_quantized_weights(tmp_path):
     run(_quantized, tmp_path)
 
 
-# ---- what is not covered, and unpatch() -----------------------------------------------------------------------------
-
-
-def _refused(rank: int, folder: Path) -> None:
-    model = spread(folder / "phi3")
-    inputs = {"input_ids": some_prompt(device(rank))}
-    expected, before = tokens_of(model, inputs), instances(model)
-    for options in ({}, dict(strict=True), dict(ops="norm"), dict(weights="int8")):
-        with pytest.raises(UnsupportedModelError) as caught:
-            hf_fastpath.patch(model, quiet=True, **options)
-        assert type(model).__name__ in str(caught.value).splitlines()[0]
-        assert_same_instances(instances(model), before)
-    assert torch.equal(tokens_of(model, inputs), expected)
-
-
-def test_other_ways_to_spread_are_refused(tmp_path):
-    save(tmp_path / "phi3", "phi3")
-    run(_refused, tmp_path)
+# ---- reasons of one rank, and unpatch() -----------------------------------------------------------------------------
 
 
 def _undone(rank: int, folder: Path) -> None:

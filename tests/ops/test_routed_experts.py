@@ -89,6 +89,28 @@ def test_routed_experts_is_its_parts(normalized, transposed, device, dtype):
 
 
 @over_dtypes
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize(("rows", "num_experts", "top_k"), ((1, 10, 4), (1, 140, 5), (1, 12, 1), (5, 10, 3)))
+def test_routed_experts_over_several_stacks(rows, num_experts, top_k, transposed, device, dtype):
+    """Halves of the experts, of which a row may choose none, give parts of the sum; no weight beside them is read."""
+    sample = call(device, dtype, rows, top_k, num_experts, 72, 24, transposed)
+    exact = sample.map_tensors(torch.Tensor.double)
+    total = torch.zeros_like(exact.kwargs["x"])
+    names = [name for name in sample.kwargs if name.endswith(("_weight", "_bias"))]
+    for first in (0, num_experts // 2):
+        part = {}
+        for name in names:
+            held = torch.full_like(sample.kwargs[name], torch.nan)
+            mine = slice(first, first + num_experts // 2)
+            held[mine] = sample.kwargs[name][mine]
+            part[name] = held[mine]
+        one = replaced(SPEC, sample, **part, first_expert=first)
+        assert_matches(SPEC, one)
+        total += SPEC.reference(**one.map_tensors(torch.Tensor.double).kwargs)
+    torch.testing.assert_close(total, SPEC.reference(**exact.kwargs))
+
+
+@over_dtypes
 def test_routed_experts_special_values(device, dtype):
     """A score that is NaN makes the whole row NaN, and no other row."""
     for rows in (1, 3):
@@ -101,6 +123,8 @@ def test_routed_experts_special_values(device, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     (
+        ({"first_expert": 1}, "first_expert is 1, expected 0 to 0: 3 have weights"),
+        ({"first_expert": -1}, "first_expert is -1, expected 0 to 0"),
         ({"logits": torch.zeros(2, 4)}, r"logits is torch.float32 \(2, 4\), expected .* \[..., 3\]"),
         ({"logits": torch.zeros(1, 3)}, "logits has 1 rows, expected the 2 of x"),
         ({"top_k": 0}, "top_k is 0, expected 1 to 32"),

@@ -67,7 +67,12 @@ def test_explain_over_several_gpus(tmp_path):
     assert two.fast and two.report.patched == {} and "predicted tok/s at 1 GB/s a GPU" in str(two)
     refused = explain(folder, gpus=3)
     assert not refused.fast and "do not divide over 3 GPUs" in str(refused)
-    assert "which is not covered" in str(explain(saved(tmp_path, "phi3"), gpus=2))
+    assert "has no tp_plan" in str(explain(saved(tmp_path, "gpt2"), gpus=2))
+    whole_heads = saved(tmp_path, "phi3")  # all GPUs gather q, k and v, and gate and up
+    one, two = explain(whole_heads), explain(whole_heads, gpus=2)
+    for alone, shared in zip(one.steps, two.steps):
+        assert shared.kv_bytes == alone.kv_bytes and shared.sums in (9, 10)
+    assert two.fast
 
 
 def test_explain_takes_the_dtype_and_needs_no_bandwidth(tmp_path):
