@@ -34,7 +34,6 @@ from .code import (
     is_run_elsewhere,
     is_wrapped_by,
     name_of,
-    placement,
     run_under_autocast,
 )
 from .drafts import (
@@ -137,6 +136,7 @@ from .parallel import (
     spread_over_ranks,
     with_local_tensor,
 )
+from .placement import brought, execution_device, lock_pages, placement, unlock_pages
 from .seams import (
     EXPAND,
     ExpertStacks,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
+from ..reasons import Cause
 from .named_calls import Call, Register, Step, bound, by_name
 from .passes import passed
 
@@ -21,7 +22,10 @@ class Program:
     Attributes:
         values: values of the registers.
         calls: the calls in order; calls that have run are not changed any more.
+        notes: what bounds the speed of the calls, or keeps them from being captured.
     """
+
+    notes: Sequence[Cause] = ()
 
     def __init__(self) -> None:
         self.values: list[Any] = []

@@ -208,11 +208,12 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
 
 
 def _devices(model: nn.Module) -> set[str]:
-    """Return the types of the devices that hold weights.
+    """Return the types of the devices that hold weights, or to which hooks bring them.
 
     An offloaded weight is on "meta" until a hook brings it, so each call looks again at where weights are.
     """
-    return {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    brought = {device.type for module in model.modules() if (device := compat.execution_device(module)) is not None}
+    return ({parameter.device.type for parameter in model.parameters()} | brought) - {"meta"}
 
 
 def unpatch(model: nn.Module) -> nn.Module:
