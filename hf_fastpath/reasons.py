@@ -82,9 +82,9 @@ REASONS: dict[str, Reason] = {
         "end it in `return inner(*args, **kwargs)` for calls without labels, or generate() before it is set",
     ),
     "offloaded": Reason(
-        "accelerate brings weights for every call that wait on disk, or in host memory in a way that is not covered (a "
-        "table of embeddings, or beside layers on several GPUs)",
-        "load the model where it fits: a smaller dtype, or a device_map that puts layers on one GPU and on the CPU",
+        "accelerate brings weights for every call that our steps do not bring: from disk, tables of embeddings, beside "
+        "layers on several GPUs, or of a model without an architecture file",
+        "load the model where it fits: a smaller dtype, or a device_map of layers on one GPU and the CPU",
     ),
     "sharded": Reason(
         "the weights are spread over several processes in a way that is not covered (FSDP, DeepSpeed ZeRO-3, or a "

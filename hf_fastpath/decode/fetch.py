@@ -169,6 +169,8 @@ class Fetching(Program):
         number = len(self._copies.loads)
         here |= self._load(passing)
         super().emit(await_copies, copies=self._copies, number=number)
+        if "programmatic_launch" in arguments:  # the kernel waits for copies, and not for the kernel in front alone
+            arguments = arguments | {"programmatic_launch": False}
         out = super().emit(op, **_with(arguments, here))
         super().emit(start_copies, copies=self._copies, behind=number)
         return out

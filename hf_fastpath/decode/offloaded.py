@@ -96,6 +96,8 @@ class OffloadedPart(LocalPart):
         return self.home
 
     def lasting_reason(self) -> str | None:
+        if (reason := self.other_reason()) is not None:
+            return reason
         for module, found in self._brought:
             if None in found.values():
                 return Cause("offloaded", "weights that are on disk, or that accelerate converts", module)
@@ -111,7 +113,7 @@ class OffloadedPart(LocalPart):
         return None
 
     def reason(self) -> str | None:
-        reason = self.other_reason() or self.lasting_reason() or super().reason()
+        reason = self.lasting_reason() or super().reason()
         local = getattr(reason, "module", None)
         return reason if local is None else Cause(reason, reason.what, self._in_whole(local))
 

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, attach_align_device_hook_on_blocks
 from accelerate.utils import OffloadedWeightsLoader, extract_submodules_state_dict
 from models import (
     CPU,
     SHORT,
+    TINY_PYTHON,
     assert_same_instances,
     build,
     counting,
+    heldout_tokens,
     instances,
     left_padded,
     over_architectures,
@@ -26,10 +31,10 @@ from models import (
 )
 from parity import assert_same_tokens, both
 from torch import nn
-from transformers import LogitsProcessorList
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import hf_fastpath
-from hf_fastpath.compat import CACHE
+from hf_fastpath.compat import CACHE, lock_pages
 from hf_fastpath.decode import fetch, offloaded, page_lock
 from hf_fastpath.patching.state import state_of
 
@@ -358,3 +363,116 @@ def test_all_weights_in_the_hosts_memory_are_read_where_they_lie(locks):
 
 def tensors_of(call) -> list[torch.Tensor]:
     return list(fetch._tensors_in(call.arguments))
+
+
+# ---- locks of pages ------------------------------------------------------------------------------------------------
+
+
+def at(buffer: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """Return the bytes of ``buffer`` from ``first`` to ``end``, counted from its first whole page."""
+    start = -buffer.data_ptr() % mmap.PAGESIZE
+    return buffer[start + first : start + end]
+
+
+@pytest.mark.parametrize("device", (CPU,))
+def test_tensors_on_one_page_are_locked_together(locks, device):
+    page, buffer = mmap.PAGESIZE, torch.zeros(12 * mmap.PAGESIZE, dtype=torch.uint8)
+    start = at(buffer, 0, 1).data_ptr()
+    tensors = [at(buffer, 6 * page, 7 * page), at(buffer, 100, page + 100), at(buffer, page + 100, 3 * page - 1)]
+    held = page_lock.lock(tensors, device)
+    assert locks.held == {start: 3 * page, start + 6 * page: page}
+    assert page_lock.lock(tensors[:1], device) == [held[1]] and page_lock.lock(tensors[::-1], device) == held
+    del held
+    assert not locks.held
+
+
+@pytest.mark.parametrize("device", (CPU,))
+def test_nothing_stays_locked_behind_an_error(locks, device, monkeypatch):
+    buffer = torch.zeros(12 * mmap.PAGESIZE, dtype=torch.uint8)
+    real, calls = page_lock.lock_pages, []
+    monkeypatch.setattr(
+        page_lock, "lock_pages", lambda *given: calls.append(1) or (real(*given) if not calls[1:] else "no")
+    )
+    with pytest.raises(RuntimeError, match=r"did not lock 0.000 GB of host memory: no"):
+        page_lock.lock([at(buffer, 8 * place, 8 * place + 1) for place in (0, 4 * mmap.PAGESIZE // 8)], device)
+    assert len(calls) == 2 and not locks.held
+
+
+@pytest.mark.parametrize("device", (CPU,))
+def test_locks_of_the_users_stay_as_they_are(locks, device, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    assert page_lock.lock([torch.zeros(10_000)], device) == [] and not locks.held
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dispatched(cuda, monkeypatch):
+    """A function that makes stock on the GPU, and the same model patched with a device map of GPU and CPU."""
+    require_native(cuda)
+    monkeypatch.setattr(fetch, "KEPT_BYTES", KEPT)
+
+    def make(architecture: str = "llama", **changes):
+        stock = build(architecture, **dict(num_hidden_layers=4) | changes)
+        ours = copy.deepcopy(stock)
+        places = {name: "cpu" if name in last_layers(ours) else 0 for name in blocks_of(ours)}
+        dispatch_model(ours, places, main_device=0, skip_keys=CACHE)
+        return stock.to(cuda), hf_fastpath.patch(ours, quiet=True)
+
+    return make
+
+
+@over_architectures
+def test_a_device_map_of_gpu_and_cpu(dispatched, cuda, architecture):
+    """Steps are captured, with their copies."""
+    stock, ours = dispatched(architecture)
+    for batch in (1, 3, 20):
+        with counting(ours) as counts:
+            found, expected = both(stock, ours, **left_padded(cuda, batch), **SHORT)
+        assert_same_tokens(found, expected, stock, left_padded(cuda, batch)["attention_mask"])
+        assert counts.fast == 12 * batch and set(counts.reasons) == {"over_the_bus"}, counts.reasons
+    for plan in state_of(ours).plans:
+        assert isinstance(plan.graph, torch.cuda.CUDAGraph) and plan.program._copies.pages
+
+
+def test_threads_share_the_ring(dispatched, cuda):
+    """Each thread has a stream of its own, and steps of both use one ring."""
+    stock, ours = dispatched()
+    prompts = [prompt(cuda, 1, length) for length in (9, 14)]
+    expected = [stock.generate(ids, **SHORT) for ids in prompts]
+    torch.cuda.synchronize()
+
+    def generate(ids):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            made = [ours.generate(ids, **SHORT) for _ in range(5)]
+            torch.cuda.current_stream().synchronize()
+        return made
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(generate, prompts))
+    for made, tokens in zip(found, expected):
+        assert all(torch.equal(each, tokens) for each in made)
+
+
+def test_from_pretrained_with_a_device_map(cuda, monkeypatch):
+    """transformers loads the weights; some may lie in the file's memory."""
+    require_native(cuda)
+    monkeypatch.setattr(fetch, "KEPT_BYTES", KEPT)
+    stock = AutoModelForCausalLM.from_pretrained(TINY_PYTHON, dtype=torch.float32, device_map={"": 0})
+    inside = [name for name in blocks_of(stock) if name.startswith("model.layers.")]
+    places = {name: "cpu" if name in inside[1:] else 0 for name in blocks_of(stock)}
+    ours = AutoModelForCausalLM.from_pretrained(TINY_PYTHON, dtype=torch.float32, device_map=places)
+    hf_fastpath.patch(ours, quiet=True)
+    ids = heldout_tokens(40).to(cuda)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, input_ids=ids, max_new_tokens=60, do_sample=False)
+    assert_same_tokens(found, expected, stock)
+    assert counts.fast == found.shape[1] - 40 and set(counts.reasons) == {"over_the_bus"}, counts.reasons
+
+
+def test_cuda_says_why_it_does_not_lock(cuda):
+    """An address that is no memory of the process; the next kernel does not raise CUDA's error."""
+    torch.ones(1, device=cuda)
+    assert lock_pages(mmap.PAGESIZE, mmap.PAGESIZE, cuda)
+    assert torch.ones(2, device=cuda).sum().item() == 2
