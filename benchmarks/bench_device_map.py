@@ -4,8 +4,9 @@ layers in host memory.
     python benchmarks/bench_device_map.py --model llama-3.1-8b --gpus 2
     python benchmarks/bench_device_map.py --model llama-3.1-8b --offload 8
 
-Over GPUs, layers are spread evenly, as ``device_map="balanced"`` does. Of layers in host memory, the row "limit" is what
-the bus allows: bytes of their weights over the speed at which page-locked memory comes to the GPU. Weights are random.
+Over GPUs, layers are spread evenly, as ``device_map="balanced"`` does. For layers in host memory, the row "limit" is
+what the bus allows: the speed at which page-locked memory comes to the GPU, over the bytes of their weights. All weights
+are random.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ BUS_BYTES = 1 << 30
 
 
 def places(model: Any, gpus: int, offload: int) -> dict[str, int | str]:
-    """Return a device map that spreads layers evenly but for the last ``offload``, which stay on the CPU; head and final
-    norm are on the last GPU."""
+    """Return a device map that spreads layers evenly, except for the last ``offload``, which stay on the CPU.
+
+    Head and final norm are on the last GPU.
+    """
     layers = len(model.model.layers) - offload
     found: dict[str, int | str] = {f"model.layers.{number}": number * gpus // layers for number in range(layers)}
     found |= {f"model.layers.{layers + number}": "cpu" for number in range(offload)}
