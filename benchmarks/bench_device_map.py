@@ -5,8 +5,8 @@ layers in host memory.
     python benchmarks/bench_device_map.py --model llama-3.1-8b --offload 8
 
 Over GPUs, layers are spread evenly, as ``device_map="balanced"`` does. For layers in host memory, the row "limit" is
-what the bus allows: the speed at which page-locked memory comes to the GPU, over the bytes of their weights. All weights
-are random.
+what the bus allows: the speed at which page-locked memory comes to the GPU, over the bytes of the layers. Weights are
+random.
 """
 
 from __future__ import annotations

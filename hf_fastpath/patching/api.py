@@ -212,8 +212,10 @@ def _devices(model: nn.Module) -> set[str]:
 
     An offloaded weight is on "meta" until a hook brings it, so each call looks again at where weights are.
     """
-    brought = {device.type for module in model.modules() if (device := compat.execution_device(module)) is not None}
-    return ({parameter.device.type for parameter in model.parameters()} | brought) - {"meta"}
+    types = {parameter.device.type for parameter in model.parameters()}
+    if "meta" in types:
+        types |= {device.type for device in map(compat.execution_device, model.modules()) if device is not None}
+    return types - {"meta"}
 
 
 def unpatch(model: nn.Module) -> nn.Module:
