@@ -15,6 +15,7 @@ import torch
 
 from ..compat import lock_pages, unlock_pages
 from ..forks import after_fork
+from .graph import random_numbers_in_turn
 
 
 class Pages:
@@ -41,7 +42,8 @@ class Pages:
 
 def _unlock(first: int, device: torch.device, storages: list, owner: int) -> None:
     if os.getpid() == owner:  # the child of a fork has no CUDA
-        unlock_pages(first, device)
+        with random_numbers_in_turn(device):  # a device must not be waited for while another thread captures
+            unlock_pages(first, device)
     storages.clear()
 
 

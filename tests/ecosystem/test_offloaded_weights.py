@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import mmap
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -61,6 +62,15 @@ class Locks:
         del self.held[address]
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Let models of other tests let go of their memory."""
+    gc.collect()
+    yield
+    gc.collect()
+    assert not page_lock.locked_bytes() and not fetch._rings
+
+
 @pytest.fixture
 def locks(monkeypatch, device):
     """Use the ring on every device, and locks that are only noted on the CPU."""
@@ -72,8 +82,8 @@ def locks(monkeypatch, device):
         monkeypatch.setattr(page_lock, "lock_pages", found.lock)
         monkeypatch.setattr(page_lock, "unlock_pages", found.unlock)
     yield found
-    gc.collect()  # models of this test let go of their locks here
-    assert not page_lock.locked_bytes() and not found.held
+    gc.collect()  # as long as these functions stand for CUDA's
+    assert not found.held
 
 
 def blocks_of(model) -> list[str]:
@@ -256,6 +266,28 @@ def test_what_lies_in_the_ring_is_never_read_again(offload, device):
     (program,) = programs_of(ours)
     program._copies.ring.memory.fill_(255)  # NaN
     assert torch.equal(ours.generate(prompt(device), **SHORT), expected)
+
+
+def test_copies_may_come_as_late_as_calls_wait_for_them(offload, device, monkeypatch):
+    """A stream of copies may be slow: whatever a call does not wait for comes behind that call."""
+    started: deque = deque()
+
+    def start(copies, behind):
+        started.extend(load for load in copies.loads if load.behind == behind)
+
+    def arrive(copies, number):
+        load = None
+        while load is not copies.loads[number]:
+            load = started.popleft()
+            for target, source in load.copies:
+                target.copy_(source)
+
+    monkeypatch.setattr(fetch, "start_copies", start)
+    monkeypatch.setattr(fetch, "await_copies", arrive)
+    stock, ours, _ = offload()
+    found, expected = both(stock, ours, **left_padded(device, 2), **SHORT)
+    assert_same_tokens(found, expected, stock, left_padded(device, 2)["attention_mask"])
+    assert not started
 
 
 def test_pages_are_locked_once_and_let_go(offload, locks, device):
