@@ -91,6 +91,7 @@ from .generation import (
     set_philox_offset,
     uses_generation_mixin_sample,
 )
+from .host_memory import lock_pages, unlock_pages
 from .models import (
     FORWARD_NOTES,
     Conv1D,
@@ -136,7 +137,7 @@ from .parallel import (
     spread_over_ranks,
     with_local_tensor,
 )
-from .placement import brought, execution_device, lock_pages, placement, unlock_pages
+from .placement import brought, execution_device, input_device, placement
 from .seams import (
     EXPAND,
     ExpertStacks,

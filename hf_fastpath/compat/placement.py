@@ -1,9 +1,8 @@
-"""accelerate's hooks, which place modules on devices and bring weights that wait elsewhere; and page-locked memory."""
+"""accelerate's hooks, which place modules on devices, and bring weights that wait elsewhere."""
 
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -82,26 +81,9 @@ def execution_device(module: nn.Module) -> torch.device | None:
     return torch.device(hook.execution_device) if hook is not None and _brought(module, hook) else None
 
 
-def lock_pages(address: int, num_bytes: int, device: torch.device) -> str | None:
-    """Lock whole pages of host memory, so that a GPU's copy engine reads them by itself; return CUDA's error, or None.
-
-    Args:
-        address: where the first page begins.
-        num_bytes: a multiple of the size of a page.
-        device: any GPU; all GPUs may then read the pages.
-    """
-    runtime = torch.cuda.cudart()
-    with torch.cuda.device(device):
-        error = runtime.cudaHostRegister(address, num_bytes, 0)
-        if int(error) == 0:
-            return None
-        # CUDA keeps the error until somebody asks. PyTorch asks behind each kernel, and would raise it at the next one.
-        with suppress(RuntimeError):
-            torch.ones(1, device=device)
-    return runtime.cudaGetErrorString(error)
-
-
-def unlock_pages(address: int, device: torch.device) -> None:
-    """Undo :func:`lock_pages`; the host waits until the GPU has read what it was asked to."""
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+def input_device(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter, or to which accelerate brings what is on "meta"."""
+    first = next(model.parameters()).device
+    if first.type != "meta":
+        return first
+    return next((device for device in map(execution_device, model.modules()) if device is not None), first)

@@ -389,14 +389,11 @@ def test_all_weights_in_the_hosts_memory_are_read_where_they_lie(locks):
         hf_fastpath.patch(ours, quiet=True)
         with counting(ours) as counts:
             found = ours.generate(prompt(CPU), **SHORT)
-        held = [each for call in programs_of(ours)[0].calls for each in tensors_of(call)]
+        held = [each for call in programs_of(ours)[0].calls for each in fetch._tensors_in(call.arguments)]
+        assert hf_fastpath.verify(ours, prompt(CPU, 1, 40), max_new_tokens=4).ok
     assert_same_tokens(found, stock.generate(prompt(CPU), **SHORT), stock)
     assert counts.fast == 12 and not counts.reasons and locks.held == locks_before
     assert {each.data_ptr() for each in weights.values()} <= {each.data_ptr() for each in held}
-
-
-def tensors_of(call) -> list[torch.Tensor]:
-    return list(fetch._tensors_in(call.arguments))
 
 
 # ---- locks of pages ------------------------------------------------------------------------------------------------
