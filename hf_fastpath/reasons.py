@@ -82,9 +82,9 @@ REASONS: dict[str, Reason] = {
         "end it in `return inner(*args, **kwargs)` for calls without labels, or generate() before it is set",
     ),
     "offloaded": Reason(
-        "accelerate brings weights for every call that our steps do not bring: from disk, tables of embeddings, beside "
-        "layers on several GPUs, or of a model without an architecture file",
-        "load the model where it fits: a smaller dtype, or a device_map of layers on one GPU and the CPU",
+        "accelerate brings weights for every call that our steps do not bring: from disk, tables of embeddings, to "
+        "another GPU than that of the embeddings, or of a model without an architecture file",
+        "load the model where it fits: a smaller dtype, or a device_map of layers on GPUs and the CPU",
     ),
     "sharded": Reason(
         "the weights are spread over several processes in a way that is not covered (FSDP, DeepSpeed ZeRO-3, or a "

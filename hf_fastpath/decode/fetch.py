@@ -136,13 +136,14 @@ class Fetching(Program):
 
     Args:
         part: the model.
+        values: values of registers, see ``Program``.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for the largest layer.
     """
 
-    def __init__(self, part: ModelPart):
-        super().__init__()
+    def __init__(self, part: ModelPart, values: list[Any] | None = None):
+        super().__init__(values)
         self._device = part.embedding.weight.device
         # a tensor may be read in halves, each of which begins at a multiple
         sizes = [sum(_room(each) + _ALIGNMENT for each in group if _passes(each)) for group in part.host_weights]
@@ -230,9 +231,14 @@ def host_bytes(part: ModelPart) -> int:
     return sum(each.nbytes for group in part.host_weights for each in group if _passes(each))
 
 
-def program_of(part: ModelPart) -> Program:
-    """Make an empty program for the calls of a model on one device."""
-    return Fetching(part) if any(part.host_weights) else Program()
+def program_of(part: ModelPart, device: torch.device, values: list[Any] | None = None) -> Program:
+    """Make an empty program for calls of a model on one device.
+
+    Args:
+        values: values of registers, see ``Program``.
+    """
+    is_home = any(part.host_weights) and device == part.embedding.weight.device
+    return Fetching(part, values) if is_home else Program(values)
 
 
 def _passes(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ that the hooks copy from: on the CPU where they lie, on a GPU through :mod:`.fet
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -89,11 +90,15 @@ class OffloadedPart(LocalPart):
 
     @cached_property
     def layer_devices(self) -> list[torch.device]:
-        return [self.home] * len(self.layers)
+        return [self._device_of_all(layer.parameters(), layer.device) for layer in self.layers]
 
     @property
     def head_device(self) -> torch.device:
-        return self.home
+        return self._device_of_all(weight_and_bias(self.head), super().head_device)
+
+    def _device_of_all(self, tensors: Iterable[torch.Tensor | None], device: torch.device) -> torch.device:
+        """Return the home if some of ``tensors`` wait in host memory, else ``device``."""
+        return self.home if any(each is not None and self._waits(each) for each in tensors) else device
 
     def lasting_reason(self) -> str | None:
         if (reason := self.other_reason()) is not None:
@@ -107,9 +112,6 @@ class OffloadedPart(LocalPart):
         tables = (module for module in self._embeddings() if self._waits(module.weight))
         if (table := next(tables, None)) is not None:
             return Cause("offloaded", "a table of which a step reads a few rows", self._in_whole(table))
-        places = {self.device_of(each) for each in self.parameters() if each is not None}
-        if len(places) > 1:
-            return Cause("offloaded", f"and others are on {', '.join(sorted(map(str, places - {self.home})))}")
         return None
 
     def reason(self) -> str | None:

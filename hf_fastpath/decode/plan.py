@@ -96,7 +96,7 @@ class DecodePlan:
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
             sizes = batch, self.query_len, kv_dtype, self.page_sizes
             self.memory = {device: PlanMemory.of(part, device, *sizes) for device in part.devices}
-            self.program = program_of(part) if len(self.memory) == 1 else Stages(self.device)
+            self.program = Stages(part, self.device) if len(self.memory) > 1 else program_of(part, self.device)
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
             self.states = [[_like(each) for each in found] for found in part.states(batch)]
             #: tables of what is added to scores, each with the memory where the program reads it

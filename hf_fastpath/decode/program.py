@@ -19,6 +19,9 @@ _Bound = tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]
 class Program:
     """A list of calls over numbered registers. The program itself knows no op.
 
+    Args:
+        values: of registers that the program shares with others; None for registers of its own.
+
     Attributes:
         values: values of the registers.
         calls: the calls in order; calls that have run are not changed any more.
@@ -27,8 +30,8 @@ class Program:
 
     notes: Sequence[Cause] = ()
 
-    def __init__(self) -> None:
-        self.values: list[Any] = []
+    def __init__(self, values: list[Any] | None = None) -> None:
+        self.values: list[Any] = [] if values is None else values
         self.calls: list[Call] = []
         self._passed = 0  # number of calls that the passes have seen
         self._bound: list[_Bound] | None = None

@@ -120,7 +120,7 @@ class PromptProgram:
         has_padding: bool,
         caches: tuple[tuple[str, ...], ...],
     ):
-        self._program = program_of(part)
+        self._program = program_of(part, part.embedding.weight.device)
         emit: steps.Emit = self._program.emit
         register = self._program.register
         self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))

@@ -323,7 +323,7 @@ class ModelPart(Part):
         """Whether the model lies on several GPUs so that each part of it is on one."""
         outer = [*weight_and_bias(self.head), *self.final_norm.parameters()]
         groups = [outer, [each.weight for each in self._embeddings()], *(layer.parameters() for layer in self.layers)]
-        places = [{p.device for p in group if p is not None} for group in groups]
+        places = [{self.device_of(p) for p in group if p is not None} for group in groups]
         return all(device.type == "cuda" for device in devices) and all(len(place) <= 1 for place in places)
 
     def _name_of(self, parameter: torch.Tensor) -> str:

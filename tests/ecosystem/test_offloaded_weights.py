@@ -37,6 +37,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList
 import hf_fastpath
 from hf_fastpath.compat import CACHE, lock_pages
 from hf_fastpath.decode import fetch, offloaded, page_lock
+from hf_fastpath.decode.layer_part import LayerPart
+from hf_fastpath.decode.program import Program
 from hf_fastpath.patching.state import state_of
 
 #: bytes from which on the small models' tensors pass through the ring: matrices do, norms and biases do not
@@ -330,6 +332,25 @@ def test_without_locks_copies_wait(offload, locks, device, monkeypatch):
         assert [plan.graph for plan in state_of(ours).plans] == [program]
 
 
+@over_architectures
+def test_beside_layers_elsewhere(offload, device, monkeypatch, architecture):
+    """The layer that is not offloaded claims to be on another device: a step goes there and back."""
+    if device.type == "cuda":
+        pytest.skip("only a CPU's device can claim to be another")
+    elsewhere = torch.device("cpu", 1)
+    monkeypatch.setattr(LayerPart, "device", elsewhere)
+    stock, ours, _ = offload(architecture)
+    for inputs in (left_padded(device, 2), left_padded(device, 3)):
+        with counting(ours) as counts:
+            found, expected = both(stock, ours, **inputs, **SHORT)
+        assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+        assert counts.fast and set(counts.reasons) == {"over_the_bus"}, counts.reasons
+    for program in programs_of(ours):
+        assert [stage.device for stage in program._stages] == [CPU, elsewhere, CPU]
+        first, middle, last = (stage.program for stage in program._stages)
+        assert last._copies.loads and not first._copies.loads and type(middle) is Program
+
+
 def test_memory_for_one_layer_is_enough(offload, device, monkeypatch):
     """Where there is no memory for two layers, the ring holds one."""
     real, asked = fetch.Ring.__init__, []
@@ -465,6 +486,25 @@ def test_a_device_map_of_gpu_and_cpu(dispatched, cuda, architecture):
         assert counts.fast == 12 * batch and set(counts.reasons) == {"over_the_bus"}, counts.reasons
     for plan in state_of(ours).plans:
         assert isinstance(plan.graph, torch.cuda.CUDAGraph) and plan.program._copies.pages
+
+
+def test_a_device_map_of_two_gpus_and_cpu(cuda, monkeypatch):
+    """A step goes to the second GPU and back; the first fetches what is in host memory."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two CUDA devices")
+    monkeypatch.setattr(fetch, "KEPT_BYTES", KEPT)
+    stock = build("llama", num_hidden_layers=4)
+    ours = copy.deepcopy(stock)
+    places = {name: "cpu" if name in last_layers(ours) else 0 for name in blocks_of(ours)} | {"model.layers.1": 1}
+    dispatch_model(ours, places, main_device=0, skip_keys=CACHE)
+    hf_fastpath.patch(ours, quiet=True)
+    stock.to(cuda)
+    for batch in (1, 3):
+        inputs = left_padded(cuda, batch)
+        with counting(ours) as counts:
+            found, expected = both(stock, ours, **inputs, **SHORT)
+        assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+        assert counts.fast == 12 * batch and set(counts.reasons) == {"over_the_bus"}, counts.reasons
 
 
 def test_threads_share_the_ring(dispatched, cuda):
