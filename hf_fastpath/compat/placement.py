@@ -23,7 +23,7 @@ def _hook(module: nn.Module) -> Any:
 
 def _brought(module: nn.Module, hook: Any) -> dict[str, torch.Tensor]:
     """Return the module's own tensors that a hook fills for every call, by name."""
-    if not hook.offload:
+    if not hook.offload or hook.execution_device is None:
         return {}
     found = dict(module._parameters)
     if hook.offload_buffers:  # the others are computed by the module, and stay on the device
