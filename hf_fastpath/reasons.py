@@ -82,8 +82,9 @@ REASONS: dict[str, Reason] = {
         "end it in `return inner(*args, **kwargs)` for calls without labels, or generate() before it is set",
     ),
     "offloaded": Reason(
-        "weights wait in host memory or on disk and are brought for every call",
-        "load the model where it fits whole: a smaller dtype, or a device_map of GPUs alone",
+        "accelerate brings weights for every call that our steps do not bring: from disk, tables of embeddings, to "
+        "another GPU than that of the embeddings, or of a model without an architecture file",
+        "load the model where it fits: a smaller dtype, or a device_map of layers on GPUs and the CPU",
     ),
     "sharded": Reason(
         "the weights are spread over several processes in a way that is not covered (FSDP, DeepSpeed ZeRO-3, ranks "
@@ -203,6 +204,15 @@ REASONS: dict[str, Reason] = {
         "a trainer has put the model's forward under autocast; new tokens are computed in float32, as the weights are, "
         "which is more exact",
         "nothing to do",
+    ),
+    "over_the_bus": Reason(
+        "weights that the device_map leaves in host memory are copied to the GPU for every step, ahead of the calls "
+        "that read them: the bus bounds the speed",
+        "put more layers on the GPU: a smaller dtype, or more GPU memory",
+    ),
+    "not_page_locked": Reason(
+        "CUDA has not page-locked the weights in host memory: copies wait for the host, and steps are not captured",
+        "leave more memory free for the process, or make room for locked pages in its container",
     ),
     "window_not_paged": Reason(
         "page_size was given, and layers with a sliding window keep a ring of window + 16 positions each instead",

@@ -38,7 +38,7 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
         ValueError: the inputs are too short, too many or padded, or the model's decode loop is not patched.
     """
     model = patched_model(model)
-    device, encoded = next(model.parameters()).device, None
+    device, encoded = compat.input_device(model), None
     if compat.has_encoder(model):
         ids, encoded = compat.read_by_encoder(model, inputs)
     else:

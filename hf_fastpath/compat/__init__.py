@@ -34,7 +34,6 @@ from .code import (
     is_run_elsewhere,
     is_wrapped_by,
     name_of,
-    placement,
     run_under_autocast,
 )
 from .drafts import (
@@ -92,6 +91,7 @@ from .generation import (
     set_philox_offset,
     uses_generation_mixin_sample,
 )
+from .host_memory import lock_pages, unlock_pages
 from .models import (
     FORWARD_NOTES,
     Conv1D,
@@ -139,6 +139,7 @@ from .parallel import (
     whole_experts,
     with_local_tensor,
 )
+from .placement import brought, execution_device, input_device, placement
 from .seams import (
     EXPAND,
     ExpertStacks,

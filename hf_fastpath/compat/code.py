@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import threading
@@ -128,30 +127,6 @@ FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 def forward_attribute(module: nn.Module) -> str:
     """Return the attribute of the forward that computes; under an accelerate hook it is ``_old_forward``."""
     return "_old_forward" if hasattr(module, "_hf_hook") and "_old_forward" in vars(module) else "forward"
-
-
-def placement(module: nn.Module) -> str | None:
-    """Return what the accelerate hook in place of the instance's ``forward`` does.
-
-    Returns:
-        ``"placed"`` if it moves tensors to the module's weights, so that it does nothing if they are there already;
-        ``"offloaded"`` if it brings the weights for every call; None if it does anything else or there is no hook.
-    """
-    contents = vars(module)
-    hook, outer = contents.get("_hf_hook"), contents.get("forward")
-    if (type(hook).__module__, type(hook).__qualname__) != ("accelerate.hooks", "AlignDevicesHook"):
-        return None
-    if not isinstance(outer, functools.partial) or outer.args != (module,):
-        return None
-    if outer.func.__module__ != "accelerate.hooks" or hook.no_grad:
-        return None
-    here = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
-    if hook.offload or (here is not None and here.type == "meta"):
-        return "offloaded"
-    if here is None or hook.execution_device is None:  # the device makes no difference to the values
-        return "placed"
-    there = torch.device(hook.execution_device)
-    return "placed" if there.type == here.type and there.index in (None, here.index) else None
 
 
 def below_autograd() -> Any:

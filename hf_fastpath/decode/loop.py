@@ -188,6 +188,8 @@ class _Loop:
                     continue
                 if plan is None:
                     plan = self.state.plans.decode_plan(part, self.batch, cache, sampled)
+                    for note in plan.program.notes:
+                        self.state.stats.note(note)
                     end = self.has_eos and plan_chooses
                     eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
                     self._settle(self.ids.numel())

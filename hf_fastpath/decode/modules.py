@@ -47,15 +47,21 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
         return None
     if (placed := placement(module)) == "placed":  # such a hook runs the forward that was there before
         override = module.__dict__["_old_forward"]
-    function = getattr(override, "__func__", None)
-    # Our forward is no override. The class's own forward may be bound to the instance: an unpickled module carries it,
-    # and accelerate leaves it there without its decorators.
-    if is_ours(function) or is_wrapped_by(function, type(module).forward):
-        if override.__self__ is module:
-            return None
+    if is_own_forward(module, override):
+        return None
     if placed == "offloaded":
         return Cause("offloaded", module=module)
     return Cause("instance_forward", f"forward is {name_of(override)}", module)
+
+
+def is_own_forward(module: nn.Module, forward: Any) -> bool:
+    """Whether a forward of an instance is our own, or does what the class's forward does.
+
+    An unpickled module carries the class's own forward, and accelerate leaves it there without its decorators.
+    """
+    function = getattr(forward, "__func__", None)
+    is_known = is_ours(function) or is_wrapped_by(function, type(module).forward)
+    return is_known and forward.__self__ is module
 
 
 def model_code_reason(model: nn.Module, home: str = "") -> str | None:

@@ -20,11 +20,11 @@ from . import steps
 from .angles import AngleTables
 from .composed import READING_BUFFERS
 from .encoded import Encoded, EncodedPlaces
+from .fetch import program_of
 from .graph import capture, random_numbers_in_turn
 from .named_calls import Register, Step
 from .plan_memory import PlanMemory
 from .positions import Positions
-from .program import Program
 from .stages import Stages
 from .structure import ModelPart
 
@@ -96,7 +96,7 @@ class DecodePlan:
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
             sizes = batch, self.query_len, kv_dtype, self.page_sizes
             self.memory = {device: PlanMemory.of(part, device, *sizes) for device in part.devices}
-            self.program = Program() if len(self.memory) == 1 else Stages(self.device)
+            self.program = Stages(part, self.device) if len(self.memory) > 1 else program_of(part, self.device)
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
             self.states = [[_like(each) for each in found] for found in part.states(batch)]
             #: tables of what is added to scores, each with the memory where the program reads it
@@ -337,6 +337,7 @@ class DecodePlan:
         if self.cache.reserve(1):
             self.bind()
         self._hold_states()
+        self.program.renew()
         if all(layer.cumulative_length == self._held for layer in self.cache.counting_layers):
             return
         if not self.cache.take() or bool(self.starts.any()):

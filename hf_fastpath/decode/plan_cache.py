@@ -149,7 +149,10 @@ class PlanCache:
             return None
         reason = part.reason()
         if reason is None:
-            self.snapshot = Snapshot(part)
+            made = Snapshot(part)
+            with self.lock:  # what plans of the model as it was hold of the host's memory is needed now
+                self._waiting = [plan for plan in self._waiting if plan.fingerprint == made.fingerprint]
+            self.snapshot = made
         return reason
 
     def _snapshot_with(self, part: structure.ModelPart) -> Snapshot | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
+from ..reasons import Cause
 from .named_calls import Call, Register, Step, bound, by_name
 from .passes import passed
 
@@ -18,13 +19,19 @@ _Bound = tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]
 class Program:
     """A list of calls over numbered registers. The program itself knows no op.
 
+    Args:
+        values: of registers that the program shares with others; None for registers of its own.
+
     Attributes:
         values: values of the registers.
         calls: the calls in order; calls that have run are not changed any more.
+        notes: what bounds the speed of the calls, or keeps them from being captured.
     """
 
-    def __init__(self) -> None:
-        self.values: list[Any] = []
+    notes: Sequence[Cause] = ()
+
+    def __init__(self, values: list[Any] | None = None) -> None:
+        self.values: list[Any] = [] if values is None else values
         self.calls: list[Call] = []
         self._passed = 0  # number of calls that the passes have seen
         self._bound: list[_Bound] | None = None

@@ -23,11 +23,11 @@ from .angles import angles_at
 from .attend import Attention, has_tensor_cores
 from .calls import position_ids_of
 from .draft_plan import DraftPlan, DraftReader
+from .fetch import program_of
 from .named_calls import Step
 from .parts import MoEPart
 from .plan_cache import PlanCache
 from .positions import Positions
-from .program import Program
 from .structure import ModelPart
 
 _aten = torch.ops.aten
@@ -120,7 +120,7 @@ class PromptProgram:
         has_padding: bool,
         caches: tuple[tuple[str, ...], ...],
     ):
-        self._program = Program()
+        self._program = program_of(part, part.embedding.weight.device)
         emit: steps.Emit = self._program.emit
         register = self._program.register
         self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))

@@ -19,10 +19,11 @@ from .. import compat
 from ..architecture import Architecture
 from ..compat import ShardStyle
 from ..reasons import Cause
+from .local_models import LocalPart, copied, has_local, rebuilt
 from .parts import MoEPart
 from .rank_calls import SHARD_KEY, Shard, shard_of, style_of
 from .ranks import Ranks
-from .structure import ModelPart, model_part
+from .structure import model_part
 
 #: styles of a mixture's experts
 EXPERT_STYLES = (ShardStyle.EXPERTS, ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS)
@@ -35,44 +36,35 @@ def local_model(architecture: Architecture, model: nn.Module, ranks: Ranks) -> n
 
     Modules of which the rank has all are those of ``model`` itself.
     """
-    made: dict[int, nn.Module] = {}
     dtype = model.get_input_embeddings().weight.dtype
 
-    def local(module: nn.Module) -> nn.Module:
-        if id(module) in made:
-            return made[id(module)]
-        children = {name: None if child is None else local(child) for name, child in module._modules.items()}
+    def local(module: nn.Module, children: dict[str, Any]) -> nn.Module:
         parallel = compat.parallel_forward(module)
         shard = None if parallel is None else _shard(architecture, module, parallel.style, ranks, dtype)
         is_attention = architecture.part_of(module) == "attention"
-        if parallel is None and not is_attention and all(children[n] is c for n, c in module._modules.items()):
-            made[id(module)] = module
+        if parallel is None and not is_attention and not has_local(module, children):
             return module
-        twin = made[id(module)] = _copy(module, children, parallel, shard)
+        made = _copy(module, children, parallel, shard)
         if is_attention:
-            _divide_heads(architecture, twin)
-        return twin
+            _divide_heads(architecture, made)
+        return made
 
-    return local(model)
+    return rebuilt(model, local)
 
 
 def _copy(
     module: nn.Module, children: dict[str, Any], parallel: compat.Parallel | None, shard: Shard | None
 ) -> nn.Module:
     """Copy a module; the copy's own forward is the one from before the model was spread, if the module had one."""
-    twin = object.__new__(type(module))
-    contents = {name: value for name, value in vars(module).items() if name != "forward"}
+    contents: dict[str, Any] = {}
     parameters = {name: None if p is None else compat.local_tensor(p) for name, p in module._parameters.items()}
     if shard is not None:
         contents[SHARD_KEY] = shard
         if shard.style in (ShardStyle.ROWS, ShardStyle.SPLIT_ROWS) and shard.ranks.rank:
             parameters["bias"] = None  # the sum is to hold the bias once
-    vars(twin).update(contents, _modules=children, _parameters=parameters)
     forward = vars(module).get("forward") if parallel is None else parallel.inner
     own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
-    if forward is not None and not own:
-        vars(twin)["forward"] = forward
-    return twin
+    return copied(module, children, None if own else forward, _parameters=parameters, **contents)
 
 
 def _shard(
@@ -110,24 +102,14 @@ def _divide_heads(architecture: Architecture, attention: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class ShardedPart(ModelPart):
+class ShardedPart(LocalPart):
     """What this rank has of a tensor-parallel model.
 
     Attributes:
-        whole: the model itself, of which ``module`` is the rank's part.
         group: the ranks.
     """
 
-    whole: nn.Module
     group: Ranks
-
-    @property
-    def source(self) -> nn.Module:
-        return self.whole
-
-    def owner(self, module: nn.Module) -> nn.Module:
-        name = next(name for name, each in self.module.named_modules() if each is module)
-        return self.whole.get_submodule(name)
 
     @property
     def ranks(self) -> Ranks:

@@ -93,11 +93,12 @@ class Snapshot:
         return [*chain.from_iterable(held), *sizes, *inside, *hooks, *functions, *inner]
 
     def _facts_of(self, tensors: Iterable[torch.Tensor]) -> list:
-        """Return where tensors are and of which type, and what the angles of positions depend on."""
+        """Return where tensors are and of which type, what the angles of positions depend on, and what stands behind
+        parameters on "meta"."""
         rotary = self.part.rotary
         angles = None if rotary is None else structure.angle_facts(rotary)
         local = list(map(compat.local_tensor, tensors))
-        return [*chain.from_iterable(map(fact, local) for fact in _FACTS), angles]
+        return [*chain.from_iterable(map(fact, local) for fact in _FACTS), angles, *self.part.sources]
 
 
 def _all_values(dicts: Iterable[Any]) -> Iterable[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from ..compat import below_autograd
+from ..reasons import Cause
+from .fetch import program_of
 from .named_calls import Register, Step, by_name
 from .program import Program
+from .structure import ModelPart
 
 #: bytes to a multiple of which values begin in memory
 _ALIGNMENT = 256
@@ -66,7 +69,7 @@ class _Stage:
     reads: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict)
     reads_once: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict)
     parcels: dict[tuple[torch.device, bool], _Parcel] = field(default_factory=dict)
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Any = None
 
 
 class Stages(Program):
@@ -76,11 +79,13 @@ class Stages(Program):
     anew: from device to device, without the host.
 
     Args:
+        part: the model.
         device: where the first calls run.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, part: ModelPart, device: torch.device):
         super().__init__()
+        self._part = part
         self._stages: list[_Stage] = []
         self._home = device
         self._made_on: dict[int, torch.device] = {}  # register -> where its value is made
@@ -93,9 +98,7 @@ class Stages(Program):
     def move_to(self, device: torch.device) -> None:
         if self._stages and self._stages[-1].device == device:
             return
-        program = Program()
-        program.values = self.values
-        self._stages.append(_Stage(device, program))
+        self._stages.append(_Stage(device, program_of(self._part, device, self.values)))
 
     def shared(self, tensor: torch.Tensor, is_constant: bool = False) -> Register:
         register = self.register(tensor)
@@ -106,6 +109,12 @@ class Stages(Program):
 
     def renew(self) -> None:
         self._has_stale_constants = True
+        for stage in self._stages:
+            stage.program.renew()
+
+    @property
+    def notes(self) -> Sequence[Cause]:
+        return next((stage.program.notes for stage in self._stages if stage.program.notes), ())
 
     def emit(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
         stage = self._stages[-1]
@@ -155,7 +164,7 @@ class Stages(Program):
 
     def captured(self, capture: Callable[[Callable[[], None], torch.device], Any], device: torch.device) -> Any:
         for stage in self._stages:
-            stage.graph = capture(stage.program.run, stage.device)
+            stage.graph = stage.program.captured(capture, stage.device)
         return self
 
     def replay(self) -> None:

@@ -83,6 +83,24 @@ class ModelPart(Part):
         """The processes over which the model is spread, or None if this one has all of it."""
         return None
 
+    @property
+    def host_weights(self) -> list[list[torch.Tensor]]:
+        """Of each layer, and of final norm and head, the tensors in host memory that a step has to bring to a GPU."""
+        return []
+
+    @property
+    def sources(self) -> list[tuple[int, int]]:
+        """Identities and addresses of tensors that the model's parameters stand for and that are no parameters."""
+        return []
+
+    def lasting_reason(self) -> str | None:
+        """Return why no later call can use a decode plan of the model either, or None."""
+        return None
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """Return where calls of a step read a tensor."""
+        return tensor.device
+
     def shape_reason(self, batch: int, query_len: int) -> str | None:
         """Return None: a described step takes any number of sequences and tokens that kernels take."""
         return None
@@ -289,7 +307,7 @@ class ModelPart(Part):
         return isinstance(module, nn.Embedding) and type(module).__module__ == spec.module
 
     def _types_reason(self) -> str | None:
-        for code, kind in (("dtype", attrgetter("dtype")), ("device", attrgetter("device"))):
+        for code, kind in (("dtype", attrgetter("dtype")), ("device", self.device_of)):
             first: dict[Any, torch.Tensor] = {}  # the first parameter of each dtype or device
             for parameter in self.parameters():
                 if parameter is not None:
@@ -305,27 +323,11 @@ class ModelPart(Part):
         """Whether the model lies on several GPUs so that each part of it is on one."""
         outer = [*weight_and_bias(self.head), *self.final_norm.parameters()]
         groups = [outer, [each.weight for each in self._embeddings()], *(layer.parameters() for layer in self.layers)]
-        places = [{p.device for p in group if p is not None} for group in groups]
+        places = [{self.device_of(p) for p in group if p is not None} for group in groups]
         return all(device.type == "cuda" for device in devices) and all(len(place) <= 1 for place in places)
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return next((name for name, each in self.module.named_parameters() if each is parameter), "a weight")
-
-
-@dataclass(frozen=True)
-class Described:
-    """The family of models that an architecture describes."""
-
-    architecture: Architecture
-
-    @property
-    def module(self) -> str:
-        """Name of the transformers module that defines the architecture's classes."""
-        return self.architecture.module
-
-    def model_part(self, model: nn.Module) -> ModelPart | None:
-        """Return ``model`` in its roles as it is now, or None if it is not exactly of this architecture."""
-        return model_part(self.architecture, model)
 
 
 def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None:

@@ -13,6 +13,7 @@ from ..architecture import PARTS, Architecture, architectures
 from ..decode import parts, structure
 from ..decode.attention_part import AttentionPart
 from ..decode.layer_part import LayerPart
+from ..decode.offloaded import Described
 from ..decode.plan_cache import Family
 from ..decode.ranks import Ranks
 from ..decode.shards import Sharded
@@ -55,7 +56,9 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
             # stock code reads its prompts, and the loop all else
             architecture, bindings, declined = None, [], []
     if whole is not None and reason is None and not whole.is_recorded:
-        head = parts.HeadPart(whole.architecture, whole.head)
+        # a plan brings the weights of these modules
+        declined = [each for each in declined if each.reason != "offloaded"]
+        head = parts.HeadPart(whole.architecture, whole.owner(whole.head))
         if _lasting_reason(head) is None:
             bindings.append(Binding("head", head))
     replacements, refusal = _quantized(model, whole, options)
@@ -203,7 +206,7 @@ def _loop_disabled(options: Options) -> str | None:
 
 def _partial_reason(declined: list[Declined]) -> str | None:
     """Return why transformers' loop has to run because some modules keep their stock forwards, or None."""
-    reasons = [each.reason for each in declined if each.reason != "module_disabled"]
+    reasons = [each.reason for each in declined if each.reason not in ("module_disabled", "offloaded")]
     if not reasons:
         return None
     missing = next((reason for reason in reasons if reason in loader.NO_KERNELS), None)
@@ -217,7 +220,7 @@ def _family(
     the model reads images or sound as well, or has an encoder."""
     described = next((each for each in known if structure.model_part(each, model) is not None), None)
     if described is not None and not os.environ.get(RECORD):
-        return structure.Described(described)
+        return Described(described)
     if compat.is_multimodal(model) or compat.has_encoder(model):
         return Recorded(model)
     if described is None and (bindings or declined):
@@ -229,7 +232,7 @@ def _whole_reason(model: nn.Module, whole: structure.ModelPart | None) -> str | 
     """Return why transformers' loop has to run although every module has a forward of ours, or None."""
     if whole is None:
         return Cause("class_not_supported", module=model)
-    if whole.is_recorded and (reason := whole.reason()) is not None:
+    if (reason := whole.reason() if whole.is_recorded else whole.lasting_reason()) is not None:
         return reason
     narrow = [window for window in whole.windows if window is not None and window < compat.MIN_WINDOW]
     if narrow:

@@ -208,11 +208,14 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
 
 
 def _devices(model: nn.Module) -> set[str]:
-    """Return the types of the devices that hold weights.
+    """Return the types of the devices that hold weights, or to which hooks bring them.
 
     An offloaded weight is on "meta" until a hook brings it, so each call looks again at where weights are.
     """
-    return {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    types = {parameter.device.type for parameter in model.parameters()}
+    if "meta" in types:
+        types |= {device.type for device in map(compat.execution_device, model.modules()) if device is not None}
+    return types - {"meta"}
 
 
 def unpatch(model: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 
 from ..cache.pages import PageCounts
+from ..decode import fetch, page_lock
 from ..decode.eligibility import uncovered_reason
 from ..decode.structure import ModelPart
 from ..native import loader
@@ -40,6 +41,8 @@ class Report:
             settings that the reason is about.
         kernels: the kernels that serve each device.
         huge_page_bytes: bytes of parameters in host memory that lie in pages of 2 MB.
+        host_bytes: bytes of weights that a step copies from host memory to a GPU.
+        page_locked_bytes: bytes of host memory that the process has page-locked for that now, for all models.
         stats: counters since ``patch()``: fast and fallback tokens, reasons, tokens per second.
     """
 
@@ -52,6 +55,8 @@ class Report:
     details: dict[str, list[str]]
     kernels: list[str]
     huge_page_bytes: int
+    host_bytes: int
+    page_locked_bytes: int
     stats: dict
 
     @classmethod
@@ -81,6 +86,8 @@ class Report:
             details=details,
             kernels=[str(status) for status in loader.status().values() if status.native],
             huge_page_bytes=huge_page_bytes,
+            host_bytes=0 if part is None else fetch.host_bytes(part),
+            page_locked_bytes=page_lock.locked_bytes(),
             stats=stats.to_dict(),
         )
 
@@ -102,6 +109,9 @@ class Report:
         lines += [f"  kernels: {line}" for line in self.kernels] or ["  kernels: none, PyTorch references"]
         if self.huge_page_bytes:
             lines.append(f"  memory: {self.huge_page_bytes / 1e9:.2f} GB of weights in pages of 2 MB")
+        if self.host_bytes:
+            locked = f"{self.page_locked_bytes / 1e9:.3f} GB are page-locked now"
+            lines.append(f"  bus: {self.host_bytes / 1e9:.3f} GB of weights come from host memory for a step; {locked}")
         stats = self.stats
         if stats["fast_tokens"] or stats["fallback_tokens"]:
             speed = stats["last_tokens_per_second"]

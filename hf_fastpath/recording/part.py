@@ -80,6 +80,8 @@ class RecordedPart:
     is_cast_down = False
     is_recorded = True
     ranks = None  # a model that is spread over processes is not recorded
+    host_weights: tuple = ()  # nor is one that is offloaded
+    sources: tuple = ()
 
     def __init__(self, architecture: Recorded, module: nn.Module):
         self.architecture, self.module = architecture, module

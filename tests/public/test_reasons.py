@@ -16,7 +16,8 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed
-from accelerate import cpu_offload
+from accelerate import disk_offload
+from accelerate.hooks import attach_align_device_hook
 from causal_lm_types import small_model
 from models import CPU, SHORT, build, counting, prompt, require_native
 from torch import nn
@@ -38,7 +39,8 @@ from transformers.models.llama import modeling_llama
 import hf_fastpath
 from hf_fastpath import FallbackError
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import plan_cache
+from hf_fastpath.decode import fetch, page_lock, plan_cache
+from hf_fastpath.decode.offloaded import OffloadedPart
 from hf_fastpath.decode.ranks import Ranks
 from hf_fastpath.decode.structure import ModelPart
 from hf_fastpath.native import loader
@@ -294,6 +296,31 @@ def sharded(monkeypatch, tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def on_disk(monkeypatch, tmp_path):
+    return after(lambda model: disk_offload(model, tmp_path, CPU))
+
+
+def in_host_memory(monkeypatch, error: str | None):
+    """A layer's weights wait in host memory, which claims to be another device than the CPU."""
+    monkeypatch.setattr(OffloadedPart, "is_elsewhere", lambda part, tensor: True)
+    monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
+    monkeypatch.setattr(page_lock, "lock_pages", lambda *_: error)
+    monkeypatch.setattr(page_lock, "unlock_pages", lambda *_: None)
+    model = patched()
+    attach_align_device_hook(model.model.layers[1], CPU, offload=True)
+    codes = generating(model)
+    hf_fastpath.unpatch(model)  # lets go of the locks as long as they are ours
+    return codes
+
+
+def over_the_bus(monkeypatch):
+    return in_host_memory(monkeypatch, None)
+
+
+def not_page_locked(monkeypatch):
+    return in_host_memory(monkeypatch, "no room")
+
+
 PADDED = torch.tensor([[1] * 9 + [0] * 2])
 #: code -> function that provokes it, with fixtures or without arguments
 PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
@@ -315,7 +342,9 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "model_forward": model_forward,
     "sharded": sharded,
     "autocast_left_out": autocast_left_out,
-    "offloaded": lambda: after(lambda model: cpu_offload(model, CPU)),
+    "offloaded": on_disk,
+    "over_the_bus": over_the_bus,
+    "not_page_locked": not_page_locked,
     "class_forward": class_forward,
     "attention_function": attention_function,
     "experts_function": experts_function,
@@ -408,6 +437,8 @@ NAMES = {
     "model_forward": "LlamaForCausalLM, forward is test_reasons.model_forward",
     "sharded": "model.layers.0.mlp.down_proj: Linear, weight is DTensor",
     "offloaded": "model.embed_tokens: Embedding",
+    "over_the_bus": "GB a step",
+    "not_page_locked": "GB of host memory: no room",
     "class_forward": "model.layers.0.mlp: LlamaMLP, forward is test_reasons.class_forward",
     "attention_function": "attn_implementation='sdpa', test_reasons.attention_function",
     "experts_function": "test_reasons.experts_function",
