@@ -146,7 +146,7 @@ def _region(recording: Recording, producers: dict, held: _Held) -> _Found | None
         call = producers.get(register.index)
         if register.index in stop or register.index in inside or call is None:
             return True
-        if call.op in (marks.linear, marks.packed_linear, marks.normed, marks.append) or len(inside) > 120:
+        if call.op in (marks.linear, marks.normed, marks.append) or len(inside) > 120:
             return False
         inside[register.index] = call
         return all(visit(each) for each in read_by(call))
