@@ -24,6 +24,7 @@ TYPES = {
     "lfm2": "convolutions",
     "mamba2": "states alone",
     "nemotron": "no gate",
+    "olmo": "norms without weights",
     "qwen2_moe": "shared experts",
     "qwen3_5_text": "recurrences",
 }
