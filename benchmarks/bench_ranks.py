@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/bench_ranks.py --models llama-3.1-8b llama-3.1-70b:bf16:64
     torchrun --nproc-per-node 8 benchmarks/bench_ranks.py --csv
 
-A model is ``name``, ``name:weights`` or ``name:weights:layers``; weights are ``bf16`` or a format of
+A model is ``name``, ``name:weights`` or ``name:weights:layers``, which has the first layers alone; weights are ``bf16`` or a format of
 ``patch(weights=)``. Its weights are random. ``% of N R`` is the share of the time that it would take all GPUs to read
 their weights and their part of the cache once, at the bandwidth R that is measured first. All ranks have to choose
 equal tokens. Before that, a small model in float32 has to give the tokens of one GPU. NVLink multicast is off.
@@ -98,8 +98,8 @@ def stock_speed(model: nn.Module, ids: torch.Tensor) -> float:
 def run_model(wanted: str, contexts: Sequence[int], stock: bool, bandwidth: float, device: torch.device) -> list[dict]:
     """Return the rows of one model."""
     name, weights, layers, *_ = (*wanted.split(":"), "", "")
-    changes = {"num_hidden_layers": int(layers)} if layers else {}
-    model = shapes.build_spread_model(name, device, torch.bfloat16, **changes)
+    cut = f"{name}:{layers}" if layers else name
+    model = shapes.build_spread_model(cut, device, torch.bfloat16)
     prompts = {context: shapes.prompt(model, 1, context) for context in contexts}
     stocks = {context: stock_speed(model, ids) if stock else None for context, ids in prompts.items()}
     quantized = weights if weights not in ("", "bf16") else None

@@ -212,7 +212,10 @@ def _where(error: BaseException) -> str:
     if not theirs:
         return ""
     last = theirs[-1]
-    return f", at {last.filename.rpartition('/')[2]}:{last.lineno}: {last.line}"
+    line = last.line or ""
+    if line.endswith("("):  # the arguments are on further lines
+        line += "...)"
+    return f", at {last.filename.rpartition('/')[2]}:{last.lineno}: {line}"
 
 
 def _is_of_model(file: str) -> bool:
