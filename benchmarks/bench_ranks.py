@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/bench_ranks.py --models llama-3.1-8b llama-3.1-70b:bf16:64
     torchrun --nproc-per-node 8 benchmarks/bench_ranks.py --csv
 
-A model is ``name``, ``name:weights`` or ``name:weights:layers``, which has the first layers alone; weights are ``bf16`` or a format of
-``patch(weights=)``. Its weights are random. ``% of N R`` is the share of the time that it would take all GPUs to read
+A model is ``name``, ``name:weights`` or ``name:weights:layers``, the first layers alone; weights are ``bf16`` or a
+format of ``patch(weights=)``. Its weights are random. ``% of N R`` is the share of the time that it would take all GPUs to read
 their weights and their part of the cache once, at the bandwidth R that is measured first. All ranks have to choose
 equal tokens. Before that, a small model in float32 has to give the tokens of one GPU. NVLink multicast is off.
 """
