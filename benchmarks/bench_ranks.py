@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 benchmarks/bench_ranks.py --csv
 
 A model is ``name``, ``name:weights`` or ``name:weights:layers``, the first layers alone; weights are ``bf16`` or a
-format of ``patch(weights=)``. Its weights are random. ``% of N R`` is the share of the time that it would take all GPUs to read
-their weights and their part of the cache once, at the bandwidth R that is measured first. All ranks have to choose
-equal tokens. Before that, a small model in float32 has to give the tokens of one GPU. NVLink multicast is off.
+format of ``patch(weights=)``. Its weights are random. ``% of N R`` is the share of the time that it would take all GPUs
+to read their weights and their part of the cache once, at the bandwidth R that is measured first. All ranks have to
+choose equal tokens. Before that, a small model in float32 has to give the tokens of one GPU. NVLink multicast is off.
 """
 
 from __future__ import annotations
