@@ -100,6 +100,11 @@ def why_not_quantized(
     why = reason or "class_not_supported" if part is None else part.reason()
     if why is not None:
         return f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
+    if part.is_recorded and options.lm_head != HEADS[0] and type(part.head) is not nn.Linear:
+        kind = type(part.head).__name__
+        return f"lm_head={options.lm_head!r} takes a model whose head is a linear layer, as this one's, {kind}, is not"
+    if part.is_recorded and not replacements(part, options):
+        return f"{wanted} finds no nn.Linear in the step of this {type(model).__name__}: leave weights= out"
     return None
 
 

@@ -321,7 +321,8 @@ class RecordedPart:
     def projections(self) -> list[list[nn.Module]]:
         """Return the linear layers of a token's step, without the head and mixtures; those of one input together."""
         found = ([self.module.get_submodule(path) for path in names] for names in self.recording(1, 1).linears)
-        without_head = ([each for each in linears if each is not self.head] for linears in found)
+        of_head = getattr(self.head, "weight", None)  # FSMT's is a table that a linear layer shares
+        without_head = ([each for each in linears if each.weight is not of_head] for linears in found)
         return [linears for linears in without_head if linears]
 
     def _modules_reason(self) -> str | None:
