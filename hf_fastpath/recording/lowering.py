@@ -90,28 +90,24 @@ class Lowering:
     def _linear(
         self, call: Call, x, weight, bias, transposed=False, activation=Activation.NONE, residual=None, norm=None
     ) -> Any:
-        if weight in self._quantized:
-            return self._packed_product(x, weight, norm, bias=bias, residual=residual, activation=activation)
         behind = dict(bias=bias, residual=residual, activation=activation, transposed=transposed)
-        if takes_product(self._recording, call):
-            return self._emit(
-                ops.gemv.overload,
-                x=x,
-                weight=weight,
-                **behind,
-                norm=norm,
-                programmatic_launch=self._at.programmatic_launch,
-            )
+        if weight in self._quantized or takes_product(self._recording, call):
+            return self._product(x, weight, norm, **behind)
         return self._emit(many_rows.linear, x=x, weight=weight, **behind)
+
+    def _product(
+        self, x, weight, norm=None, bias=None, residual=None, activation=Activation.NONE, transposed=False
+    ) -> Any:
+        how = dict(bias=bias, residual=residual, activation=activation, norm=norm)
+        how |= dict(programmatic_launch=self._at.programmatic_launch)
+        if weight in self._quantized:
+            return self._emit(ops.packed_gemv.overload, x=x, **self._quantized.arguments(weight), **how)
+        return self._emit(ops.gemv.overload, x=x, weight=weight, transposed=transposed, **how)
 
     def _head_products(self, call: Call, x, weight) -> Any:
         return self._emit(
             ops.head_products.overload, x=x, weight=weight, programmatic_launch=self._at.programmatic_launch
         )
-
-    def _packed_product(self, x, weight, norm, **behind) -> Any:
-        how = dict(norm=norm, programmatic_launch=self._at.programmatic_launch)
-        return self._emit(ops.packed_gemv.overload, x=x, **self._quantized.arguments(weight), **behind, **how)
 
     def _normed(self, call: Call, x, norm, unit_offset=False, residual=None) -> Any:
         if norm.kind == NormKind.LAYER and unit_offset:
@@ -233,7 +229,7 @@ class Lowering:
             if (together := self._quantized.together((gate_weight, up_weight))) is not None:
                 how = dict(activation=activation, norm=norm, programmatic_launch=self._at.programmatic_launch)
                 return self._emit(ops.packed_gemv_swiglu.overload, x=x, **together, **how)
-            gate, up = (self._linear(call, x, each, None, norm=norm) for each in (gate_weight, up_weight))
+            gate, up = (self._product(x, each, norm) for each in (gate_weight, up_weight))
             return self._emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=activation)
         return self._emit(
             ops.gemv_swiglu.overload, x=x, gate_weight=gate_weight, up_weight=up_weight, activation=activation,
@@ -275,7 +271,8 @@ class Lowering:
             is_plain = head_norms is None and not self._caches[layer].is_paged and biases == [None] * len(weights)
             together = self._quantized.together(weights) if is_plain else None
             if together is None:
-                sources = [self._linear(call, x, *each, transposed, norm=norm) for each in zip(weights, biases)]
+                products = zip(weights, biases)
+                sources = [self._product(x, weight, norm, bias, transposed=transposed) for weight, bias in products]
                 sizes = num_heads, num_kv_heads, head_dim
                 return self._rotated(call, sources, False, cos, sin, pairs, *sizes, head_norms, factor, **attend)
             queries = self._emit(ops.packed_qkv_rope_append.overload, x=x, **together, norm=norm, **store)

@@ -23,8 +23,8 @@ class QuantizedWeights:
     def __init__(self, recording: Recording):
         self._layers = {_memory(matrix): layer for matrix, layer in recording.quantized}
 
-    def __contains__(self, matrix: torch.Tensor) -> bool:
-        return matrix.is_meta and _memory(matrix) in self._layers
+    def __contains__(self, matrix: Any) -> bool:
+        return isinstance(matrix, torch.Tensor) and matrix.is_meta and _memory(matrix) in self._layers
 
     def _rows(self, matrix: torch.Tensor) -> PackedLinear:
         """Return a layer of the rows that a matrix stands for, without bias."""

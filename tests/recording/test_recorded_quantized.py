@@ -89,3 +89,18 @@ def test_a_head_whose_weight_the_model_reads():
     with pytest.raises(ValueError, match="lm_head='int8': the model's own code .*self.lm_head.weight.dtype"):
         hf_fastpath.patch(ours, weights="int8", lm_head="int8", quiet=True)
     assert not packed_in(ours)
+
+
+def test_queries_alone_are_quantized(monkeypatch):
+    """Keys and values of few heads have few outputs."""
+    require_native(CPU)
+    monkeypatch.setattr(replacing, "_LEAST_OUTPUTS", 0.75)
+    stock = small_model("helium")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), weights="int4", quiet=True)
+    attention = {name.rpartition(".")[2] for name in packed_in(ours) if "layers.0.self_attn" in name}
+    assert "q_proj" in attention and not attention & {"k_proj", "v_proj"}
+    same = with_dequantized(stock, ours)
+    with counting(ours) as counts:
+        found = ours.generate(prompt(2, CPU), **GREEDY)
+    assert counts.fast == 24 and not counts.reasons
+    assert_same_tokens(found, same.generate(prompt(2, CPU), **GREEDY))
