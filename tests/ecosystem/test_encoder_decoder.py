@@ -26,7 +26,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import hf_fastpath
-from hf_fastpath import FastpathCache
+from hf_fastpath import FastpathCache, compat
 from hf_fastpath.compat import CACHE
 from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.patching.state import state_of
@@ -297,6 +297,19 @@ def test_what_is_left_to_stock():
         expected = stock.generate(**inputs | FEW | copy.deepcopy(options))
         found, expected = (each if torch.is_tensor(each) else each.sequences for each in (found, expected))
         assert_same_tokens(found, expected)
+
+
+@pytest.mark.parametrize("options", (dict(), dict(num_beams=2)), ids=("greedy", "beams"))
+def test_what_follows_the_prompt_is_asked_once(options, monkeypatch):
+    require_native(CPU)
+    ours = hf_fastpath.patch(small_model("bart"), quiet=True)
+    inputs = of(ours, batch=2, padding=3)
+    ours.generate(**inputs, **FEW, **options)
+    asked, real = [], compat.inputs_behind
+    monkeypatch.setattr(compat, "inputs_behind", lambda *given: asked.append(given) or real(*given))
+    with counting(ours) as counts:
+        ours.generate(**inputs, **FEW, **options)
+    assert len(asked) == 1 and counts.fast and not counts.reasons
 
 
 # ---- quantized weights --------------------------------------------------------------------------------------------
