@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 benchmarks/bench_ranks.py --csv
     torchrun --nproc-per-node 2 benchmarks/bench_ranks.py --models qwen3-30b-a3b --context 128 --whole-experts
 
-A model is ``name``, ``name:weights`` or ``name:weights:layers``; weights are ``bf16`` or a format of
+A model is ``name``, ``name:weights`` or ``name:weights:layers``, the first layers alone; weights are ``bf16`` or a format of
 ``patch(weights=)``. Its weights are random. ``% of N R`` is the share of the time that it would take all GPUs to read
 their weights and their part of the cache once, at the bandwidth R that is measured first; of a mixture's experts, the
 chosen ones, as if all ranks had equally many. All ranks have to choose equal tokens. Before that, a small model in
@@ -112,8 +112,8 @@ def run_model(
 ) -> list[dict]:
     """Return the rows of one model."""
     name, weights, layers, *_ = (*wanted.split(":"), "", "")
-    changes = {"num_hidden_layers": int(layers)} if layers else {}
-    model = shapes.build_spread_model(name, device, torch.bfloat16, has_whole_experts=has_whole_experts, **changes)
+    cut = f"{name}:{layers}" if layers else name
+    model = shapes.build_spread_model(cut, device, torch.bfloat16, has_whole_experts=has_whole_experts)
     prompts = {context: shapes.prompt(model, 1, context) for context in contexts}
     stocks = {context: stock_speed(model, ids) if stock else None for context, ids in prompts.items()}
     quantized = weights if weights not in ("", "bf16") else None

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
 from hf_fastpath.architecture import Architecture, architectures
@@ -394,6 +395,19 @@ class Counts:
 
     fast = fallback = 0
     reasons: Counter = Counter()
+
+
+class Tokens(BaseStreamer):
+    """Writes down the tokens that it is given."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+
+    def put(self, value):
+        self.tokens.extend(value.flatten().tolist())
+
+    def end(self):
+        pass
 
 
 @contextmanager

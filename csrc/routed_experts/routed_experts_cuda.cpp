@@ -1,10 +1,13 @@
 // torch.ops.hf_fastpath.routed_experts on a GPU: see hf_fastpath/ops/routed_experts.py for the contract.
 #include "common/composed_ops.h"
 #include "fused_experts/fused_experts_cuda_glue.h"
-#include "topk_softmax/topk_softmax.h"
 #include "topk_softmax/topk_softmax_glue.h"
 
 namespace hf_fastpath {
+
+Tensor topk_softmax_cuda(const Tensor& logits, const Tensor& expert_ids, bool normalized, bool rounded,
+                         bool programmatic_launch);
+
 namespace {
 
 constexpr const char* kOp = "routed_experts";
@@ -50,18 +53,11 @@ Tensor routed_experts_cuda(const Tensor& x, const Tensor& logits, const Tensor& 
     p.normalized = normalized, p.rounded = rounded;
     return call.launch(stream);
   }
-  Tensor ids = torch::stable::new_empty(scores, {rows, top_k}, ScalarType::Long);
-  Tensor weights = torch::stable::new_empty(scores, {rows, top_k}, ScalarType::Float);
-  TopkSoftmaxParams choice{};
-  choice.logits = scores.data_ptr();
-  choice.ids = static_cast<int64_t*>(ids.data_ptr());
-  choice.weights = static_cast<float*>(weights.data_ptr());
-  choice.rows = p.rows, choice.num_experts = static_cast<int>(num_experts), choice.top_k = p.top_k;
-  choice.normalized = normalized, choice.rounded = rounded;
-  choice.dtype = dtype;
-  choice.programmatic_launch = programmatic_launch;
-  launch_topk_softmax(choice, stream);
-  p.expert_ids = choice.ids, p.expert_weights = choice.weights;
+  const Tensor ids = torch::stable::new_empty(scores, {rows, top_k}, ScalarType::Long);
+  const Tensor weights = topk_softmax_cuda(torch::stable::view(scores, {rows, num_experts}), ids, normalized,
+                                           rounded, programmatic_launch);
+  p.expert_ids = static_cast<const int64_t*>(ids.data_ptr());
+  p.expert_weights = static_cast<const float*>(weights.data_ptr());
   return call.launch(stream);
 }
 

@@ -21,6 +21,7 @@ from ..compat import (
     encoder_output,
     generate_over,
     has_encoder,
+    inputs_behind,
     known_positions,
     over_encoder,
     text_cache,
@@ -190,7 +191,10 @@ def decode_logits(
     if fast:
         plan = state.plans.decode_plan(part, input_ids.shape[0], text_cache(cache))
         starts = None if prompt_mask is None else (mask == 0).sum(1)
-        read = None if not over else Encoded.of(cache, seen(part, input_ids, {CACHE: cache, **over}))
+        read = None
+        if over:
+            known = {CACHE: cache, **over}
+            read = Encoded.of(cache, seen(part, input_ids, known, inputs_behind(model, input_ids, known)))
         plan.begin(text_cache(cache), positions[:, prefill - 1] + 1, starts, encoded=read)
         rows += [plan.step(input_ids[:, position]).clone() for position in range(prefill, input_ids.shape[1])]
         plan.end()

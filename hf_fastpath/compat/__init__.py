@@ -99,6 +99,7 @@ from .models import (
     attention_function,
     can_generate,
     caps_scores,
+    class_named,
     config_entries,
     configs_inside,
     eager_experts,

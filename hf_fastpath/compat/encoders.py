@@ -24,8 +24,8 @@ _PREFIX = "decoder_"
 _SHARED = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
 #: arguments of forwards that tell what the encoder has read
 ENCODED_ARGUMENTS = frozenset({"encoder_outputs", *(_PREFIX + name for name in _SHARED)})
-#: argument of a decoder that says which of the encoder's outputs are no padding
-ENCODER_MASK = "encoder_attention_mask"
+#: names of the argument of decoders that says which of the encoder's outputs are no padding; the second is FSMT's
+_MASKS = "encoder_attention_mask", "encoder_padding_mask"
 
 
 def has_encoder(model: Any) -> bool:
@@ -169,9 +169,11 @@ def seen_by_decoder(copy: nn.Module, arguments: Mapping[str, Any]) -> torch.Tens
         ValueError: the forward does not come to the decoder.
     """
     decoder = copy.get_decoder()
+    signature = inspect.signature(decoder.forward)
 
     def stop(*args: Any, **kwargs: Any) -> None:
-        raise _Reached(kwargs.get(ENCODER_MASK))
+        given = kwargs | signature.bind_partial(*args, **kwargs).arguments
+        raise _Reached(next((given[name] for name in _MASKS if name in given), None))
 
     vars(decoder)["forward"] = stop
     try:

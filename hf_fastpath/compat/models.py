@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, activations
@@ -242,6 +243,13 @@ def model_of_config(config: Any, **arguments: Any) -> Any:
             if "Unrecognized configuration class" not in str(error):
                 raise
     raise ValueError(f"transformers has no model for {type(config).__name__}")
+
+
+def class_named(name: str, config: Any) -> type | None:
+    """Return the class of transformers' models that has a name and takes configs as ``config``; None if none does."""
+    found = getattr(transformers, name, None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model and found.config_class is type(config) else None
 
 
 def sharding(model: nn.Module) -> str | None:

@@ -340,7 +340,7 @@ class _Call:
         following = torch.arange(behind, device=self.device)[1:]
         positions = torch.cat((positions, positions[:, -1:] + following), dim=1)[:, :count]
         seen = {compat.CACHE: cache, "use_cache": True, "position_ids": positions}
-        reason = step_aside_reason(state, part, ids, self.config, False, seen)
+        reason, _ = step_aside_reason(state, part, ids, self.config, False, seen)
         padding = starts if starts is not None and starts.any() else None
         given = prompt.Prompt(ids.long(), positions.long(), padding)
         if reason is not None or not prompt.is_readable(part, cache, given):

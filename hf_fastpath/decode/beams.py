@@ -11,10 +11,10 @@ from .. import compat
 from ..cache.encoder_decoder import for_stock
 from .calls import Watch, for_patched_models, next_positions_of, runs_users_code, settling
 from .eligibility import step_aside_reason
-from .encoded import Encoded, Seen, seen
+from .encoded import Encoded
+from .multimodal import Behind
 from .patched import Patched
 from .plan import DecodePlan
-from .structure import ModelPart
 
 
 @for_patched_models
@@ -34,12 +34,12 @@ def search(
     part = state.plans.part_of(model)
     if part is None or not part.has_encoder:  # prepare_cache() has counted the call
         return original(model, *given, **model_kwargs)
-    reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
+    reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if reason is None:
         with state.plans.place() as is_free:
             if is_free:
                 has_users_code = bool(runs_users_code(logits_processor, stopping_criteria, None))
-                stand_in = _Beams(state, model, part, input_ids, generation_config, model_kwargs, has_users_code)
+                stand_in = _Beams(state, part, behind, input_ids, generation_config, model_kwargs, has_users_code)
                 return stand_in.searched(original, given, model_kwargs)
         reason = "busy"
     state.fall_back(reason)
@@ -55,14 +55,13 @@ class _Beams:
     """
 
     def __init__(
-        self, state: Patched, model: Any, part: ModelPart, ids: torch.Tensor, config: Any, kwargs: dict, watched: bool
+        self, state: Patched, part: Any, behind: Behind, ids: torch.Tensor, config: Any, kwargs: dict, watched: bool
     ):
-        self._state, self._model, self._part = state, model, part
+        self._state, self._model, self._part = state, part.source, part
         self._batch, self._prompt_len = ids.shape
         mask = compat.text_arguments(kwargs).get("attention_mask")
         self._starts = None if mask is None else (mask == 0).sum(1)
-        self._positions: torch.Tensor = next_positions_of(part, ids, config, kwargs)
-        self._seen: Seen | None = seen(part, ids, kwargs)
+        self._positions, self._seen = next_positions_of(behind, ids, config, kwargs), behind.seen
         self._plan: DecodePlan | None = None
         self._watch = Watch(state, part) if watched else None
         self._begun = 0.0

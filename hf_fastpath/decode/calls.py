@@ -14,6 +14,7 @@ from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
 from .eligibility import model_reason
+from .multimodal import Behind
 from .patched import STATE_KEY, Patched
 from .ranks import Ranks
 from .structure import ModelPart
@@ -137,20 +138,15 @@ def position_ids_of(ids: torch.Tensor, config: Any, model_kwargs: dict) -> torch
     return torch.arange(past, past + count, device=ids.device)[None]
 
 
-def next_positions_of(part: ModelPart, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> torch.Tensor:
+def next_positions_of(behind: Behind, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> torch.Tensor:
     """Return the position of each sequence's first new token, [batch].
 
     Args:
-        part: the model.
+        behind: what is known of the tokens behind the prompt.
         input_ids, config, model_kwargs: of a call of ``generate()`` that there is no reason against.
     """
-    given = None
-    if (part.is_multimodal or part.has_encoder) and part.takes_positions:
-        known = compat.inputs_behind(part.module, input_ids, model_kwargs)
-        given = known.get(compat.text_name(part.module, "position_ids"))
-    if given is not None:
-        found = compat.rotary_positions(part.module, given)[0, :, -1]
-    else:
+    found = behind.positions
+    if found is None:
         found = position_ids_of(input_ids, config, compat.text_arguments(model_kwargs))[:, -1] + 1
     return found.expand(len(input_ids))
 

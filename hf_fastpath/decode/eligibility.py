@@ -11,6 +11,7 @@ from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
 from . import multimodal
+from .multimodal import Behind
 from .patched import Patched
 from .structure import MAX_BATCH, ModelPart
 
@@ -29,8 +30,22 @@ def step_aside_reason(
     config: Any,
     synced_gpus: bool,
     model_kwargs: dict,
+) -> tuple[str | None, Behind]:
+    """Return the reason code for which this call is left to transformers' loop, or None; and what our loop has to know
+    of a prompt of more than tokens."""
+    reason, behind = _text_reason(state, part, input_ids, config, synced_gpus, model_kwargs), Behind()
+    if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
+        reason, behind = multimodal.looked_at(part, input_ids, model_kwargs)
+    known = part.computed_positions if reason is None else None
+    if known is not None and (config.max_length or 0) > known:
+        reason = Cause("position_ids", f"max_length is {config.max_length}, the model's table has {known} positions")
+    return reason or _pad_token_reason(part, config, len(input_ids)), behind
+
+
+def _text_reason(
+    state: Patched, part: ModelPart | None, input_ids: torch.Tensor, config: Any, synced_gpus: bool, model_kwargs: dict
 ) -> str | None:
-    """Return the reason code for which this call is left to transformers' loop, or None."""
+    """Return the reason against this call if its prompt were tokens alone, or None."""
     text = compat.text_arguments(model_kwargs)
     cache, batch = text.get(compat.CACHE), input_ids.shape[0]
     if (reason := uncovered_reason(state.loop_reason, state.model, part)) is not None:
@@ -53,13 +68,7 @@ def step_aside_reason(
     reason = model_reason(state, part, input_ids, cache)
     # a cache of states alone does not count for transformers, which reads a whole text again behind them
     past_len = cache.get_seq_length() if cache.key_layers else 0
-    reason = reason or _layout_reason(part, input_ids, text, past_len)
-    if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
-        reason = multimodal.reason_against(part, input_ids, model_kwargs)
-    known = part.computed_positions if reason is None else None
-    if known is not None and (config.max_length or 0) > known:
-        return Cause("position_ids", f"max_length is {config.max_length}, the model's table has {known} positions")
-    return reason or _pad_token_reason(part, config, batch)
+    return reason or _layout_reason(part, input_ids, text, past_len)
 
 
 def why_no_drafts(
@@ -74,7 +83,7 @@ def why_no_drafts(
     if part is not None and part.has_encoder:  # prepare_cache() has made no cache of ours
         loop_reason = uncovered_reason(state.loop_reason, state.model, part)
         return loop_reason or Cause("generation_mode", "drafts for a model with an encoder")
-    reason = step_aside_reason(state, part, input_ids, config, synced_gpus, model_kwargs)
+    reason, _ = step_aside_reason(state, part, input_ids, config, synced_gpus, model_kwargs)
     if reason is None and part is not None and len(part.devices) > 1:
         return Cause("generation_mode", "drafts for a model on several devices")
     if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):

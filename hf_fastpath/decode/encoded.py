@@ -63,7 +63,9 @@ class Encoded:
         return cls([KVCache(k.contiguous(), v.contiguous()) for k, v in found], seen)
 
 
-def seen(part: ModelPart, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> Seen | None:
+def seen(
+    part: ModelPart, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any], behind: dict[str, Any]
+) -> Seen | None:
     """Return what of its encoder's output a model's decoder sees in a call of ``generate()``; None if it is more than
     one run of places.
 
@@ -71,10 +73,11 @@ def seen(part: ModelPart, input_ids: torch.Tensor, model_kwargs: Mapping[str, An
         part: the model, which has an encoder.
         input_ids: [batch, seq_len], the beginning of the text.
         model_kwargs: of the call.
+        behind: what the model's forward would be given behind the prompt.
     """
     batch, length, mask = len(input_ids), compat.encoded_length(model_kwargs), model_kwargs.get("attention_mask")
     if mask is not None:  # it may be of what the encoder was given, of which it makes fewer places
-        mask = part.mask_over_encoded(compat.inputs_behind(part.module, input_ids, model_kwargs))
+        mask = part.mask_over_encoded(behind)
     if mask is None:
         return Seen.all_of(length, batch, input_ids.device)
     return Seen.by_mask(mask) if tuple(mask.shape) == (batch, length) else None

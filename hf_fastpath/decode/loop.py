@@ -17,7 +17,7 @@ import torch
 from .. import compat
 from ..cache.encoder_decoder import for_stock
 from ..cache.fastpath_cache import FastpathCache
-from . import encoded, prompt
+from . import prompt
 from .calls import (
     Watch,
     alike,
@@ -30,7 +30,9 @@ from .calls import (
     settling,
 )
 from .eligibility import step_aside_reason
+from .encoded import Encoded
 from .graph import random_numbers_in_turn
+from .multimodal import Behind
 from .patched import Patched
 from .plan import MAX_EOS_TOKENS, DecodePlan
 from .ranks import Ranks
@@ -58,7 +60,7 @@ def sample(
     """Do what ``GenerationMixin._sample`` does, with its arguments, while a patched model is alive."""
     state.stats.new_call()
     part = state.plans.part_of(model)
-    reason = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
+    reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if part is not None and part.ranks is not None:
         reason = part.ranks.agreed(reason, input_ids.device)
     if reason is None:
@@ -68,7 +70,7 @@ def sample(
                 whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
                 with settling(compat.text_cache(model_kwargs[compat.CACHE]), part), whole as own_code:
                     loop.follow(part.ranks, own_code)
-                    return loop.generate(part, model_kwargs)
+                    return loop.generate(part, model_kwargs, behind)
         reason = "busy"
     state.fall_back(reason)
     before, started = input_ids.shape[1], time.perf_counter()
@@ -151,15 +153,14 @@ class _Loop:
             return None
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
-    def generate(self, part: ModelPart, model_kwargs: dict) -> Any:
+    def generate(self, part: ModelPart, model_kwargs: dict, behind: Behind) -> Any:
         text, given_cache = compat.text_arguments(model_kwargs), model_kwargs[compat.CACHE]
         cache = text[compat.CACHE]
         if cache.state_layers and not cache.is_dropped:
             self.ahead = 0  # a token that was read behind the end could not be taken back
         mask = text.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
-        next_positions = next_positions_of(part, self.ids, self.config, model_kwargs)
-        seen = encoded.seen(part, self.ids, model_kwargs) if part.has_encoder else None
+        next_positions, seen = next_positions_of(behind, self.ids, self.config, model_kwargs), behind.seen
         next_logits = prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
         plan, plan_chooses = None, self.plan_chooses()
@@ -194,7 +195,7 @@ class _Loop:
                     eos = (self._eos_tokens(), compat.pad_token(self.config)) if end else (None, None)
                     self._settle(self.ids.numel())
                     positions = next_positions + (self.length - self.prompt_len - 1)
-                    read = None if seen is None else encoded.Encoded.of(given_cache, seen)
+                    read = None if seen is None else Encoded.of(given_cache, seen)
                     plan.begin(cache, positions, starts, self.unfinished, *eos, self.settings, read)
                 if watch is not None:
                     plan.follow_edits()

@@ -204,6 +204,8 @@ def _packed_layers(layers: list[_Layer]) -> dict[str, Any] | None:
         return None
     if len({matrix["format"] for each in matrices for matrix in each}) > 1 or first.cache.table is not None:
         return None
+    if first.qkv["norm"].weight is None:  # OLMo's
+        return None
     absent = first.qkv["quants"].new_empty(0, dtype=first.qkv["norm"].weight.dtype)
     weights: list[torch.Tensor | None] = []
     for each in matrices:

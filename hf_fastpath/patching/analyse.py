@@ -61,7 +61,7 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
         head = parts.HeadPart(whole.architecture, whole.owner(whole.head))
         if _lasting_reason(head) is None:
             bindings.append(Binding("head", head))
-    replacements, refusal = _quantized(model, whole, options)
+    replacements, refusal = _quantized(model, whole, options, reason)
     return PatchPlan(
         model=model,
         options=options,
@@ -79,12 +79,12 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
 
 
 def _quantized(
-    model: nn.Module, whole: structure.ModelPart | None, options: Options
+    model: nn.Module, whole: structure.ModelPart | None, options: Options, reason: str | None = None
 ) -> tuple[tuple[replacing.Replacement, ...], str | None]:
     """Return the layers to quantize as the options ask for, and why none can be."""
     if options.weights is None:
         return (), None
-    refusal = replacing.why_not_quantized(model, whole, options)
+    refusal = replacing.why_not_quantized(model, whole, options, reason)
     return replacing.replacements(whole, options) if whole is not None and refusal is None else (), refusal
 
 

@@ -17,6 +17,8 @@ from ..options import HEADS, Options
 from ..progress import announced
 from ..quantization.repacking import repack_checkpoint
 from ..quantization.replacing import free_originals, no_saving
+from ..reasons import explained, named
+from ..recording.part import Recorded
 from . import selftest
 from .analyse import analyse
 from .apply import apply, claim, quantize, undo
@@ -50,7 +52,8 @@ def patch(
         kv_dtype: storage type of the KV cache: ``"auto"`` (the model's own), float32, float16 or bfloat16; or
             ``"int8"`` or ``"fp8"`` (e4m3) with a scale for every head and token.
         weights: None for the model's own, or a format to quantize the decoder layers' weights to, layer by layer:
-            ``"int8"``, ``"fp8"``, ``"int4"`` or ``"int4_g32"`` (see ``quantization.FORMATS``).
+            ``"int8"``, ``"fp8"``, ``"int4"`` or ``"int4_g32"`` (see ``quantization.FORMATS``). What reads images or
+            sound, an encoder, and what makes keys and values of its output stay as they are.
         lm_head: with ``weights``, the head: ``"fp16"`` leaves it as it is, ``"int8"`` quantizes it.
         keep_original: with ``weights``, keep the model's own weights in host memory for ``unpatch()``; with False, free
             them.
@@ -190,6 +193,8 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
         put_weights(state)
     elif plan.replacements:
         quantize(plan, state, quiet)
+    if ledger.replaced and plan.recorded is not None and plan.loop_reason is None:
+        _record_again(plan.recorded, state)
     if ledger.replaced and not options.keep_original:
         free_originals(model, ledger.replaced)
         state.lost = state.lost or "patch(keep_original=False) freed them"
@@ -205,6 +210,21 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
         plan.recorded.first = None
     if not quiet:
         print(report(model))
+
+
+def _record_again(recorded: Recorded, state: PatchState) -> None:
+    """Record the step of a model whose weights are quantized now.
+
+    Raises:
+        ValueError: the model's own code does not run with quantized layers as it does without.
+    """
+    recorded.first = None
+    part = recorded.model_part(state.model)
+    reason = part.reason() or part.proof_reason(state.plans, 1)
+    if reason is not None:
+        why = explained(named(reason, part.module))
+        asked = f"weights={state.options.weights!r}, lm_head={state.options.lm_head!r}"
+        raise ValueError(f"{asked}: the model's own code does not run with quantized layers as it does without: {why}")
 
 
 def _devices(model: nn.Module) -> set[str]:

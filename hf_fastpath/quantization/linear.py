@@ -28,6 +28,8 @@ class PackedLinear(nn.Module):
         bias: [out_features] or None; the module keeps the parameter itself.
     """
 
+    weight = None  # T5 asks for a layer's weight, and for the type of it if it is a tensor
+
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None):
         super().__init__()
         self.format, self.multiplier = weight.format, weight.multiplier

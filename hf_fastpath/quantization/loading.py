@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import Conv1D
+from ..compat import Conv1D, class_named, model_of_config
 from ..decode.structure import MAX_BATCH
 from ..native import huge_pages, loader
 from ..options import Options
@@ -52,7 +52,7 @@ def load_packed(
     the loading, because there are no original weights.
 
     Args:
-        model: a causal LM of the class and sizes that was saved, not patched; or the directory.
+        model: a model of the class and sizes that was saved, not patched; or the directory.
         directory: where the files are; left out if ``model`` is the directory.
         device: where the tensors go; None means the model's device, or the CPU.
         kv_dtype, ops, strict, max_batch_size, quiet, page_size: as for ``patch()``.
@@ -106,7 +106,7 @@ def load_packed(
 
 def _made(directory: Path, files: PackedFiles, trust_remote_code: bool) -> nn.Module:
     """Make a model without weights from the saved config."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     configs = files.configs()
     with tempfile.TemporaryDirectory() as made_here:
@@ -118,8 +118,9 @@ def _made(directory: Path, files: PackedFiles, trust_remote_code: bool) -> nn.Mo
             (folder / name).write_bytes(content)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            named = class_named(files.header.architecture, config)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+                model = named(config) if named else model_of_config(config, trust_remote_code=trust_remote_code)
             if "generation_config.json" in configs:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
         except Exception as error:  # transformers or the model's own code may raise anything
@@ -128,7 +129,7 @@ def _made(directory: Path, files: PackedFiles, trust_remote_code: bool) -> nn.Mo
             if b'"auto_map"' in configs.get("config.json", b"") and not trust_remote_code:
                 hint = f"pass trust_remote_code=True to run the code that it names, or {hint}"
             raise ValueError(
-                f"load_packed(): the config saved in {directory} makes no causal LM ({first}): {hint}"
+                f"load_packed(): the config saved in {directory} makes no model ({first}): {hint}"
             ) from error
     changed = files.changed_since()
     if changed:

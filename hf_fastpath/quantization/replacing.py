@@ -73,11 +73,18 @@ class Replacement:
     is_head: bool = False
 
 
-def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options) -> str | None:
+#: a layer with fewer outputs than this share of its inputs gives numbers for heads (gates, decays), and is left alone
+_LEAST_OUTPUTS = 1 / 16
+
+
+def why_not_quantized(
+    model: nn.Module, part: ModelPart | None, options: Options, reason: str | None = None
+) -> str | None:
     """Return why ``model`` cannot be quantized as the options of ``patch()`` ask for, or None.
 
     Args:
-        part: the model in its roles, or None if no architecture covers it.
+        part: the model in its roles, or None if it does not decode fast as a whole.
+        reason: why it does not, if that is known.
     """
     wanted = f"weights={options.weights!r}"
     family = next(filter(None, map(family_of, model.modules())), None)
@@ -93,11 +100,9 @@ def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options
             f"{wanted} has no kernels for {' and '.join(missing)}, where weights of the model are: move it, or see "
             "`python -m hf_fastpath info` for why there are none"
         )
-    if part is not None and part.is_recorded:
-        return f"{wanted} takes a model with an architecture file; the step of this {type(model).__name__} is recorded"
     if part is not None and part.ranks is not None and options.lm_head != HEADS[0]:
         return f"lm_head={options.lm_head!r} takes a model whose head is not spread over processes, as this one's is"
-    why = "class_not_supported" if part is None else part.reason()
+    why = reason or "class_not_supported" if part is None else part.reason()
     if why is not None:
         return f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
     if any(style_of(linear) in _TO_ALL_RANKS for layer in part.layers for linear in layer.projections()):
@@ -105,6 +110,11 @@ def why_not_quantized(model: nn.Module, part: ModelPart | None, options: Options
             f"{wanted} takes a model whose ranks keep the features that they make; this one's tp_plan has "
             f"{' and '.join(style.value for style in _TO_ALL_RANKS)}: load the model whole"
         )
+    if part.is_recorded and options.lm_head != HEADS[0] and type(part.head) is not nn.Linear:
+        kind = type(part.head).__name__
+        return f"lm_head={options.lm_head!r} takes a model whose head is a linear layer, as this one's, {kind}, is not"
+    if part.is_recorded and not replacements(part, options):
+        return f"{wanted} finds no nn.Linear in the step of this {type(model).__name__}: leave weights= out"
     return None
 
 
@@ -112,11 +122,15 @@ def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
     """Return what is to be quantized as the options of ``patch()`` ask for.
 
     The result has the projections of every decoder layer, and the head. The weights of a mixture's experts are left
-    alone.
+    alone, and so is what a token's step does not run: towers, an encoder, keys and values of what it has read.
     """
     format = FORMATS[options.weights]
     found = []
-    for layer in part.layers:
+    if part.is_recorded:
+        for linears in part.projections():
+            wide = tuple(each for each in linears if each.out_features >= _LEAST_OUTPUTS * each.in_features)
+            found += [Replacement((wide,), format)] * bool(wide)
+    for layer in () if part.is_recorded else part.layers:
         groups = (tuple(map(part.owner, linears)) for linears in of_one_input(layer))
         found.append(Replacement(tuple(groups), format))
     if options.lm_head != HEADS[0]:

@@ -20,6 +20,7 @@ from ..ops.kv_cache import KVCache
 from ..ops.latent_attention import MAX_RANK, MAX_ROPE_DIM
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import marks
+from .quantized import QuantizedWeights
 from .recording import Recording, Unrecordable, registers_in
 
 _aten = torch.ops.aten
@@ -50,6 +51,7 @@ class Lowering:
         self._attentions = attentions
         self._values: dict[int, Any] = dict(given)
         self._pending: dict[int, tuple[Any, Any]] = {}  # layer -> keys and values that are not in its cache yet
+        self._quantized = QuantizedWeights(recording)
         self._chunk_starts: dict[int, Any] = {}  # size of windows that begin anew -> where the newest tokens' begin
 
     def run(self) -> Any:
@@ -60,6 +62,7 @@ class Lowering:
             self._chunk_starts[size] = self._emit(chunk_starts, **at, size=int(size))
         for call in self._recording.calls:
             arguments = {name: self._value(value) for name, value in call.arguments.items()}
+            self._quantized.check(call)
             rule = _RULES.get(call.op)
             if rule is not None:
                 self._values[call.out.index] = rule(self, call, **arguments)
@@ -88,16 +91,18 @@ class Lowering:
         self, call: Call, x, weight, bias, transposed=False, activation=Activation.NONE, residual=None, norm=None
     ) -> Any:
         behind = dict(bias=bias, residual=residual, activation=activation, transposed=transposed)
-        if takes_product(self._recording, call):
-            return self._emit(
-                ops.gemv.overload,
-                x=x,
-                weight=weight,
-                **behind,
-                norm=norm,
-                programmatic_launch=self._at.programmatic_launch,
-            )
+        if weight in self._quantized or takes_product(self._recording, call):
+            return self._product(x, weight, norm, **behind)
         return self._emit(many_rows.linear, x=x, weight=weight, **behind)
+
+    def _product(
+        self, x, weight, norm=None, bias=None, residual=None, activation=Activation.NONE, transposed=False
+    ) -> Any:
+        how = dict(bias=bias, residual=residual, activation=activation, norm=norm)
+        how |= dict(programmatic_launch=self._at.programmatic_launch)
+        if weight in self._quantized:
+            return self._emit(ops.packed_gemv.overload, x=x, **self._quantized.arguments(weight), **how)
+        return self._emit(ops.gemv.overload, x=x, weight=weight, transposed=transposed, **how)
 
     def _head_products(self, call: Call, x, weight) -> Any:
         return self._emit(
@@ -108,9 +113,6 @@ class Lowering:
         return self._emit(
             ops.router_logits.overload, x=x, weight=weight, programmatic_launch=self._at.programmatic_launch
         )
-
-    def _packed_linear(self, call: Call, **arguments) -> Any:
-        return self._emit(ops.packed_gemv.overload, **arguments, programmatic_launch=self._at.programmatic_launch)
 
     def _normed(self, call: Call, x, norm, unit_offset=False, residual=None) -> Any:
         if norm.kind == NormKind.LAYER and unit_offset:
@@ -225,6 +227,12 @@ class Lowering:
         return self._emit(ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v, **how)
 
     def _gated(self, call: Call, x, gate_weight, up_weight, activation, norm=None) -> Any:
+        if gate_weight in self._quantized or up_weight in self._quantized:
+            if (together := self._quantized.together((gate_weight, up_weight))) is not None:
+                how = dict(activation=activation, norm=norm, programmatic_launch=self._at.programmatic_launch)
+                return self._emit(ops.packed_gemv_swiglu.overload, x=x, **together, **how)
+            gate, up = (self._product(x, each, norm) for each in (gate_weight, up_weight))
+            return self._emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=activation)
         return self._emit(
             ops.gemv_swiglu.overload, x=x, gate_weight=gate_weight, up_weight=up_weight, activation=activation,
             norm=norm, programmatic_launch=self._at.programmatic_launch,
@@ -262,17 +270,28 @@ class Lowering:
         self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim,
         head_norms=None, norm=None, factor=None, **attend,
     ):  # fmt: skip
+        layer = attend["layer"]
+        store = self.store(layer) | _turned_by(cos, sin, pairs)
+        store |= dict(num_heads=num_heads, programmatic_launch=self._at.programmatic_launch)
+        if any(each in self._quantized for each in weights):
+            is_plain = head_norms is None and not self._caches[layer].is_paged and biases == [None] * len(weights)
+            together = self._quantized.together(weights) if is_plain else None
+            if together is None:
+                products = zip(weights, biases)
+                sources = [self._product(x, weight, norm, bias, transposed=transposed) for weight, bias in products]
+                sizes = num_heads, num_kv_heads, head_dim
+                return self._rotated(call, sources, False, cos, sin, pairs, *sizes, head_norms, factor, **attend)
+            queries = self._emit(ops.packed_qkv_rope_append.overload, x=x, **together, norm=norm, **store)
+            return self.attention(self._times(queries, factor), **attend)
         absent = [None] * (3 - len(weights))
         given = {
             f"{role}_{kind}": each
             for kind, found in (("weight", weights), ("bias", biases))
             for role, each in zip("qkv", [*found, *absent])
         }
-        store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs)
         queries = self._emit(
-            ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, num_heads=num_heads, norm=norm,
-            head_norms=head_norms, programmatic_launch=self._at.programmatic_launch, **store,
-        )  # fmt: skip
+            ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, norm=norm, head_norms=head_norms, **store
+        )
         return self.attention(self._times(queries, factor), **attend)
 
     def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
@@ -345,7 +364,6 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     ),
     marks.head_products: Lowering._head_products,
     marks.router_logits: Lowering._router_logits,
-    marks.packed_linear: Lowering._packed_linear,
     marks.normed: Lowering._normed,
     marks.append: Lowering._append,
     marks.attend: Lowering._attend,

@@ -41,11 +41,6 @@ def joined_linear(x, weights, norm=None):
     return torch.cat([linear(x, weight, norm=norm) for weight in weights], dim=-1)
 
 
-def packed_linear(x, quants, scales, zeros, multiplier, format, bias=None):
-    """Return a product with a quantized weight, see ``ops.packed_gemv``."""
-    raise NotImplementedError("a quantized product is run by its op alone")
-
-
 def normed(x, norm: Norm, unit_offset=False, residual=None):
     """Return ``residual + norm(x)`` over the last dimension; with ``unit_offset`` the factor is ``1 + weight``."""
     size, weight = x.shape[-1:], norm.weight

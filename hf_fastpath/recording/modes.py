@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
 from ..choices import NormKind
-from ..decode.modules import is_packed, weight_and_bias
+from ..decode.modules import is_packed
 from ..decode.named_calls import Register, by_name
 from ..quantization.linear import PackedLinear
 from . import marks
@@ -145,7 +145,9 @@ def spans(recorder: Recorder) -> Iterator[None]:
         for path, module in recorder.skeleton.copy.named_modules():
             if is_packed(module):
                 vars(module)["forward"] = _packed_forward(recorder, module, path)
-            elif not any(True for _ in module.children()) and type(module) not in (nn.Linear, nn.Embedding):
+            elif type(module) is nn.Linear:
+                vars(module)["forward"] = _linear_forward(recorder, module, path)
+            elif not any(True for _ in module.children()) and type(module) is not nn.Embedding:
                 vars(module)["forward"] = _noting(recorder, module, path)
             else:
                 continue
@@ -177,15 +179,24 @@ def _noting(recorder: Recorder, module: nn.Module, path: str) -> Callable[..., A
     return noted
 
 
+def _linear_forward(recorder: Recorder, module: nn.Linear, path: str) -> Callable[..., Any]:
+    forward = module.forward
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(given := recorder.value(x), Register):
+            recorder.linears.append((path, given))
+        return forward(x)
+
+    return noted
+
+
 def _packed_forward(recorder: Recorder, module: PackedLinear, path: str) -> Callable[..., Any]:
     real = recorder.skeleton.model.get_submodule(path)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         with recorder.quiet():
             out = x.new_empty(*x.shape[:-1], real.out_features)
-        names = ("quants", "scales", "zeros", "multiplier", "format")
-        weight = dict(zip(names, real.op_weight()))
-        recorder.emit(marks.packed_linear, {"x": x, **weight, "bias": weight_and_bias(real)[1]}, out)
+        recorder.emit(marks.linear, {"x": x, "weight": recorder.skeleton.quantized[path], "bias": real.bias}, out)
         return out
 
     return forward

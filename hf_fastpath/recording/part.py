@@ -320,6 +320,13 @@ class RecordedPart:
         reason = self.other_reason() or self.outer_reason() or self._modules_reason() or self._tensors_reason()
         return reason or self._recording_reason
 
+    def projections(self) -> list[list[nn.Module]]:
+        """Return the linear layers of a token's step, without the head and mixtures; those of one input together."""
+        found = ([self.module.get_submodule(path) for path in names] for names in self.recording(1, 1).linears)
+        of_head = getattr(self.head, "weight", None)  # FSMT's is a table that a linear layer shares
+        without_head = ([each for each in linears if each.weight is not of_head] for linears in found)
+        return [linears for linears in without_head if linears]
+
     def _modules_reason(self) -> str | None:
         inner = (module for module in self.module.modules() if module is not self.module)
         found = (own_code_reason(module, type(module).__module__) for module in inner)

@@ -35,6 +35,7 @@ class Recorder:
         self.calls: list[Call] = []
         self.facts: dict[int, torch.Tensor] = {}
         self.spans: list[Span] = []
+        self.linears: list[tuple[str, Register]] = []  # name of a called linear layer -> its input
         self.masks: dict[int, Callable[..., Any]] = {}  # register of a mask -> its function
         self.masks_over_encoded: set[int] = set()  # registers of those over what an encoder has read
         self.expansions: dict[tuple[int, int], Expansion] = {}  # ids of keys and values that were made of a latent

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..decode.named_calls import Call, Register, bound, by_name, read_by, registers_in
+from ..quantization.linear import PackedLinear
 from . import marks
 
 
@@ -94,6 +95,9 @@ class Recording:
         biases: tables of what is added to scores.
         encoder_output: register of the encoder's output itself, or None.
         encoded_length: places of the encoder's output when the step was recorded; 0 without an encoder.
+        linears: names of linear layers whose weights only their own calls read, those of one input together; none of a
+            block with a mixture of experts.
+        quantized: a matrix without data that stands for a quantized weight, and the layer that has the weight.
     """
 
     batch: int
@@ -114,6 +118,8 @@ class Recording:
     biases: list[BiasTable] = field(default_factory=list)
     encoder_output: Register | None = None
     encoded_length: int = 0
+    linears: list[list[str]] = field(default_factory=list)
+    quantized: list[tuple[torch.Tensor, PackedLinear]] = field(default_factory=list)
 
     def register(self, like: torch.Tensor) -> Register:
         """Return a new register for a tensor of the shape and dtype of ``like``."""

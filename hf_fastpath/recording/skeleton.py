@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import compat
+from ..decode.modules import is_packed
 from ..decode.patched import STATE_KEY
 from ..ops.decode_attention import MAX_QUERY_LEN
 from .recording import Unrecordable
@@ -33,6 +34,12 @@ class Skeleton:
         self.model = model
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.real: dict[int, torch.Tensor] = {}  # id of a tensor without data -> the model's own
+        #: name of a quantized layer -> a matrix without data that stands for its weight
+        self.quantized = {
+            path: torch.empty(module.out_features, module.in_features, dtype=model.dtype, device="meta")
+            for path, module in model.named_modules()
+            if is_packed(module)
+        }
         memo: dict[int, Any] = {}
         with torch.inference_mode(False):
             for tensor in (*model.parameters(), *model.buffers()):

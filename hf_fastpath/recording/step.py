@@ -6,6 +6,7 @@ import functools
 import logging
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -133,7 +134,25 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         encoded=encoded,
         encoder_output=encoder_output,
         encoded_length=_ENCODED if has_encoder else 0,
+        linears=_linears_by_input(noting),
+        quantized=[(each, skeleton.model.get_submodule(path)) for path, each in skeleton.quantized.items()],
     )
+
+
+def _linears_by_input(noting: Recorder) -> list[list[str]]:
+    """Return what :attr:`.recording.Recording.linears` is."""
+    model = noting.skeleton.model
+    experts = {id(call.arguments["module"]) for call in noting.calls if call.op is marks.other_experts}
+    mixtures = tuple(f"{path.rpartition('.')[0]}." for path, each in model.named_modules() if id(each) in experts)
+    read = Counter((id(each), call.op is marks.linear) for call in noting.calls for each in call.arguments.values())
+    called = Counter(path for path, _ in noting.linears)
+    found: dict[int, list[str]] = {}
+    for path, x in dict(reversed(noting.linears)).items():  # of a layer that is called twice, its first call
+        weight = id(model.get_submodule(path).weight)
+        is_own = read[weight, True] == called[path] and not read[weight, False]
+        if is_own and not path.startswith(mixtures):
+            found.setdefault(x.index, []).insert(0, path)
+    return list(found.values())[::-1]
 
 
 def _without_gaps(found: list[tuple[torch.Tensor, torch.Tensor] | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -193,7 +212,10 @@ def _where(error: BaseException) -> str:
     if not theirs:
         return ""
     last = theirs[-1]
-    return f", at {last.filename.rpartition('/')[2]}:{last.lineno}: {last.line}"
+    line = last.line or ""
+    if line.endswith("("):  # the arguments are on further lines
+        line += "...)"
+    return f", at {last.filename.rpartition('/')[2]}:{last.lineno}: {line}"
 
 
 def _is_of_model(file: str) -> bool:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import needs_cuda
 from encoder_decoder_types import small_model
-from models import CPU, counting, require_native
+from models import CPU, Tokens, counting, require_native
 from parity import assert_same_tokens
+from quantized import check_saved_copied_and_taken_back, packed_in, with_dequantized
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -19,19 +20,21 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
-    TextIteratorStreamer,
     Wav2Vec2FeatureExtractor,
     pipeline,
 )
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import hf_fastpath
-from hf_fastpath import FastpathCache
+from hf_fastpath import FastpathCache, compat
 from hf_fastpath.compat import CACHE
+from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.patching.state import state_of
+from hf_fastpath.quantization import FORMATS
+from hf_fastpath.quantization.linear import PackedLinear
 
 FEW = dict(max_new_tokens=12, do_sample=False)
-TYPES = ("bart", "t5", "marian", "m2m_100", "whisper", "moonshine")
+TYPES = ("bart", "t5", "marian", "m2m_100", "whisper", "moonshine", "fsmt")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -173,20 +176,9 @@ def test_all_else_of_a_patched_model(models):
     report = hf_fastpath.report(ours)
     assert (report.architecture, report.loop, report.patched) == ("recorded", "fast", {})
     inputs = of(stock)
-    tokens: list[int] = []
-
-    class Streamer(TextIteratorStreamer):
-        def __init__(self):
-            pass
-
-        def put(self, value):
-            tokens.extend(value.flatten().tolist())
-
-        def end(self):
-            pass
-
-    found = ours.generate(**inputs, **FEW, streamer=Streamer())
-    assert tokens[-12:] == found[0].tolist()[-12:]
+    streamer = Tokens()
+    found = ours.generate(**inputs, **FEW, streamer=streamer)
+    assert streamer.tokens[-12:] == found[0].tolist()[-12:]
     assert hf_fastpath.verify(ours, inputs, max_new_tokens=4).ok
     hf_fastpath.unpatch(ours)
     assert vars(ours).keys() == vars(stock).keys()
@@ -307,7 +299,72 @@ def test_what_is_left_to_stock():
         assert_same_tokens(found, expected)
 
 
-def test_quantized_weights_are_refused():
+@pytest.mark.parametrize("options", (dict(), dict(num_beams=2)), ids=("greedy", "beams"))
+def test_what_follows_the_prompt_is_asked_once(options, monkeypatch):
     require_native(CPU)
-    with pytest.raises(ValueError, match="the step of this BartForConditionalGeneration is recorded"):
-        hf_fastpath.patch(small_model("bart"), weights="int8", quiet=True)
+    ours = hf_fastpath.patch(small_model("bart"), quiet=True)
+    inputs = of(ours, batch=2, padding=3)
+    ours.generate(**inputs, **FEW, **options)
+    asked, real = [], compat.inputs_behind
+    monkeypatch.setattr(compat, "inputs_behind", lambda *given: asked.append(given) or real(*given))
+    with counting(ours) as counts:
+        ours.generate(**inputs, **FEW, **options)
+    assert len(asked) == 1 and counts.fast and not counts.reasons
+
+
+# ---- quantized weights --------------------------------------------------------------------------------------------
+
+
+def test_the_decoder_is_quantized(models):
+    """The linear layers that a token passes, and the head; not those that read the encoder's output once."""
+    stock, _ = models
+    format = list(FORMATS)[TYPES.index(stock.config.model_type) % len(FORMATS)]
+    head = stock.get_output_embeddings()
+    has_linear_head = type(head) is nn.Linear  # FSMT's is the table of embeddings
+    lm_head = "int8" if has_linear_head else "fp16"
+    ours = hf_fastpath.patch(copy.deepcopy(stock), weights=format, lm_head=lm_head, quiet=True)
+    names = {id(module): name for name, module in stock.named_modules()}
+    linears = [module for module in stock.get_decoder().modules() if type(module) is nn.Linear]
+    inside = {names[id(module)] for module in linears if module.weight is not head.weight}
+    over_encoded = {name for name in inside if "encoder_attn" in name or "EncDecAttention" in name}
+    once = {name for name in over_encoded if name.endswith((".k", ".v", "k_proj", "v_proj"))}
+    assert once and packed_in(ours).keys() == inside - once | ({names[id(head)]} if has_linear_head else set())
+    same = with_dequantized(stock, ours)
+    for options in (dict(), dict(num_beams=3)):
+        inputs = of(stock, batch=2)
+        with counting(ours) as counts:
+            found = ours.generate(**inputs, **FEW | options)
+        assert counts.fast and not counts.reasons
+        assert_same_tokens(found, same.generate(**inputs, **FEW | options))
+
+
+def test_quantized_weights_are_saved_copied_and_taken_back(models, tmp_path):
+    stock = models[-2]
+    check_saved_copied_and_taken_back(stock, of(stock), tmp_path)
+
+
+def test_layers_whose_weights_other_code_reads_stay(monkeypatch):
+    """T5 asks for a layer's weight: without an answer its code fails on quantized layers, and none are left behind."""
+    require_native(CPU)
+    stock = small_model("t5")
+    ours = copy.deepcopy(stock)
+    monkeypatch.delattr(PackedLinear, "weight")
+    with pytest.raises(ValueError, match="does not run with quantized layers .*has no attribute 'weight'"):
+        hf_fastpath.patch(ours, weights="int8", quiet=True)
+    assert not packed_in(ours) and vars(ours).keys() == vars(stock).keys()
+    monkeypatch.undo()
+    assert packed_in(hf_fastpath.patch(ours, weights="int8", quiet=True))
+
+
+def test_why_a_model_is_not_quantized():
+    require_native(CPU)
+    ours = small_model("bart")
+    ours.model.decoder.layers[1].fc2.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="hooks .model.decoder.layers.1.fc2"):
+        hf_fastpath.patch(ours, weights="int8", quiet=True)
+
+
+def test_a_head_that_is_no_linear_layer():
+    require_native(CPU)
+    with pytest.raises(ValueError, match="lm_head='int8' takes a model whose head is a linear layer"):
+        hf_fastpath.patch(small_model("fsmt"), weights="int8", lm_head="int8", quiet=True)

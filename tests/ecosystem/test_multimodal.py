@@ -9,16 +9,17 @@ import multimodal_types
 import pytest
 import torch
 from conftest import needs_cuda
-from models import CPU, counting, require_native
+from models import CPU, Tokens, counting, require_native
 from multimodal_types import MEDIA, PLACE, small_model
 from parity import assert_same_tokens
+from quantized import check_saved_copied_and_taken_back, packed_in, with_dequantized
 from torch import nn
-from transformers import TextIteratorStreamer
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE, FORWARD_NOTES
 from hf_fastpath.patching.state import state_of
+from hf_fastpath.quantization import FORMATS
 
 FEW = dict(max_new_tokens=12, do_sample=False)
 #: media of each prompt, padding of the last one
@@ -173,25 +174,40 @@ def test_all_else_of_a_patched_model(models):
     report = hf_fastpath.report(ours)
     assert (report.architecture, report.loop, report.patched) == ("recorded", "fast", {})
     inputs = of(stock)
-    tokens: list[int] = []
-
-    class Streamer(TextIteratorStreamer):
-        def __init__(self):
-            pass
-
-        def put(self, value):
-            tokens.extend(value.flatten().tolist())
-
-        def end(self):
-            pass
-
-    found = ours.generate(**inputs, **FEW, streamer=Streamer())
-    assert tokens == found[0].tolist()
+    streamer = Tokens()
+    found = ours.generate(**inputs, **FEW, streamer=streamer)
+    assert streamer.tokens == found[0].tolist()
     ids = of(stock, 0, seed=3)["input_ids"]
     assert hf_fastpath.verify(ours, ids.repeat(1, 4), max_new_tokens=4).ok
     hf_fastpath.unpatch(ours)
     assert vars(ours).keys() - FORWARD_NOTES == vars(stock).keys() - FORWARD_NOTES
     assert_same_tokens(ours.generate(**inputs, **FEW), found)
+
+
+# ---- quantized weights --------------------------------------------------------------------------------------------
+
+
+def test_the_decoder_is_quantized(models):
+    """The decoder's linear layers and the head; what reads images and sound is as it was."""
+    model_type, stock, _ = models
+    format = list(FORMATS)[TYPES.index(model_type) % len(FORMATS)]
+    ours = hf_fastpath.patch(copy.deepcopy(stock), weights=format, lm_head="int8", quiet=True)
+    decoder, head = stock.get_decoder(), stock.get_output_embeddings()
+    names = {id(module): name for name, module in stock.named_modules()}
+    inside = {names[id(module)] for module in decoder.modules() if type(module) is nn.Linear}
+    assert packed_in(ours).keys() == inside | {names[id(head)]}
+    same = with_dequantized(stock, ours)
+    for media in ((1,), (0, 0)):
+        inputs = of(stock, *media)
+        with counting(ours) as counts:
+            found = ours.generate(**inputs, **FEW)
+        assert counts.fast == 12 * len(media) and not counts.reasons
+        assert_same_tokens(found, same.generate(**inputs, **FEW))
+
+
+def test_quantized_weights_are_saved_copied_and_taken_back(models, tmp_path):
+    stock = models[-2]
+    check_saved_copied_and_taken_back(stock, of(stock), tmp_path)
 
 
 # ---- what is left to stock code --------------------------------------------------------------------------------------
@@ -226,9 +242,3 @@ def test_a_prompt_that_is_read_without_a_cache():
             found = ours.generate(ids, **FEW)
         assert counts.reasons == ({} if code is None else {code: 1})
         assert_same_tokens(found, stock.generate(ids, **FEW))
-
-
-def test_quantized_weights_are_refused():
-    require_native(CPU)
-    with pytest.raises(ValueError, match="the step of this LlavaForConditionalGeneration is recorded"):
-        hf_fastpath.patch(small_model("llava"), weights="int8", quiet=True)

@@ -22,9 +22,9 @@ def _bert():
     return BertModel(BertConfig(**sizes))
 
 
-def _fsmt():
-    """An encoder-decoder that multiplies by keys which it views in its own way."""
-    return encoder_decoder_types.small_model("fsmt")
+def _t5gemma2():
+    """An encoder-decoder whose attention is over the text and the encoder's output at once."""
+    return encoder_decoder_types.small_model("t5gemma2")
 
 
 def _strange_llama():
@@ -50,7 +50,11 @@ def _other_forwards():
 #: model that cannot be patched -> what the error's first line says, and one thing that the rest says
 UNSUPPORTED = {
     "encoder": (_bert, "BertModel (bert) is an encoder", "hf_fastpath info"),
-    "encoder-decoder": (_fsmt, "FSMTForConditionalGeneration (fsmt): not_recorded", "it belongs to the model"),
+    "encoder-decoder": (
+        _t5gemma2,
+        "T5Gemma2ForConditionalGeneration (t5gemma2): not_recorded",
+        "it belongs to the model",
+    ),
     "module": (lambda: nn.Linear(4, 4), "Linear is no transformers model", "hf_fastpath info"),
     "subclass": (_strange_llama, "the recorded step of a small MyLlamaForCausalLM does not", "it belongs to the model"),
     "other forwards": (

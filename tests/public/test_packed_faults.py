@@ -459,7 +459,7 @@ def test_a_listed_model_needs_no_code(old, tmp_path, monkeypatch):
     monkeypatch.setattr(old.config, "auto_map", names, raising=False)
     save(old, tmp_path)
     assert type(hf_fastpath.load_packed(tmp_path, quiet=True)) is type(old)
-    with pytest.raises(ValueError, match="the config saved in .* makes no causal LM .*nowhere"):
+    with pytest.raises(ValueError, match="the config saved in .* makes no model .*nowhere"):
         hf_fastpath.load_packed(tmp_path, quiet=True, trust_remote_code=True)
 
 

@@ -8,8 +8,8 @@ import io
 import pytest
 import torch
 from models import SHORT, build, without_one_call
+from quantized import packed_in, with_dequantized
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 import hf_fastpath
 from hf_fastpath import traffic
@@ -30,20 +30,6 @@ def native(request):
 
 def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(3, 300, (batch, length))
-
-
-def packed_in(model: nn.Module) -> dict[str, PackedLinear]:
-    return {name: module for name, module in model.named_modules() if type(module) is PackedLinear}
-
-
-def with_dequantized(stock: nn.Module, patched: nn.Module) -> nn.Module:
-    """Return a copy of ``stock`` whose weights are those that the patched model's quants stand for."""
-    made = copy.deepcopy(stock)
-    for name, packed in packed_in(patched).items():
-        linear = made.get_submodule(name)
-        weight = packed.packed.dequantize(linear.weight.dtype)
-        linear.weight = nn.Parameter(weight.t().contiguous() if type(linear) is Conv1D else weight)
-    return made
 
 
 @over_formats

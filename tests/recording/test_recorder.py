@@ -433,3 +433,15 @@ def test_probing_leaves_all_generators_as_they_were(monkeypatch):
     with seeded():
         assert torch.equal(torch.randn(3), one)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_line_whose_arguments_are_on_others():
+    def step(m, x, positions, cache):
+        return torch.index_select(
+            x,
+            9,
+            positions[0],
+        )
+
+    with pytest.raises(Unrecordable, match=r": return torch.index_select\(\.\.\.\)"):
+        recorded(step)

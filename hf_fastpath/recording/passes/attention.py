@@ -137,7 +137,7 @@ def front_of(recording, producers, at_positions, append: Call, attend: Call, wit
             tables[register.index] = register
             return True
         is_inside = with_norms and _is_plain_norm(call)
-        if call.op in (marks.linear, marks.packed_linear, marks.normed) and not is_inside:
+        if call.op in (marks.linear, marks.normed) and not is_inside:
             sources[register.index] = register
             return True
         if (marks.is_mark(call.op) and not is_inside) or len(calls) > 200:

@@ -119,7 +119,9 @@ def router_logits(recording: Recording, model: nn.Module) -> None:
         x, weight = before_cast(call.arguments["x"]), before_cast(call.arguments["weight"])
         if not isinstance(x, Register) or x.index in recording.mutated or type(weight) not in PLAIN_TENSORS:
             continue
-        if weight.dim() == 2 and weight.stride(-1) == 1 and weight.dtype == recording.fact(x).dtype in FLOAT_DTYPES:
+        if weight.dim() != 2 or weight.is_meta:  # "meta" stands for a quantized one
+            continue
+        if weight.stride(-1) == 1 and weight.dtype == recording.fact(x).dtype in FLOAT_DTYPES:
             instead[id(call)] = [Call(marks.router_logits, {"x": x, "weight": weight}, call.out)]
     recording.rewrite(instead, {})
 

@@ -63,6 +63,8 @@ def _joins(recording: Recording, call: Call) -> bool:
     given, x = call.arguments, call.arguments["x"]
     if not isinstance(x, Register) or x.index in recording.mutated or not takes_product(recording, call):
         return False
+    if given["weight"].is_meta:  # it stands for a quantized one
+        return False
     if any(given.get(name) is not None for name in ("bias", "residual")) or given.get("transposed"):
         return False
     return given.get("activation", Activation.NONE) == Activation.NONE

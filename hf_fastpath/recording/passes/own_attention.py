@@ -53,6 +53,11 @@ def own_attention(recording: Recording, model: nn.Module) -> None:
         windows = [recording.masks.get(each) for each in mask] + [recording.windows[held.layer], seen]
         if recording.query_len > 1 and any(isinstance(each, marks.Chunk) for each in windows):
             continue
+        made = []
+        if recording.fact(q).dim() == 3:  # heads of all sequences
+            size = [recording.batch, -1, *recording.fact(q).shape[1:]]
+            made = [recording.call(_aten.view.default, recording.fact(q).view(size), self=q, size=size)]
+            q = made[0].out
         batch, heads, query_len, _ = recording.fact(q).shape
         like = recording.fact(q).new_empty(batch, query_len, heads, recording.fact(held.v).shape[-1])
         if held.states is None:
@@ -60,11 +65,11 @@ def own_attention(recording: Recording, model: nn.Module) -> None:
                 continue
             rows = recording.call(_aten.transpose.int, recording.fact(q).transpose(1, 2), self=q, dim0=1, dim1=2)
             given = dict(q=rows.out, k=held.k, v=held.v, layer=held.layer, scale=scale, softcap=0.0)
-            made = [rows, recording.call(marks.attend_encoded, like, **given)]
+            made += [rows, recording.call(marks.attend_encoded, like, **given)]
         else:
             window = min((w for w in windows if w is not None), default=0)
             given = dict(q=q, states=held.states, layer=held.layer, scale=scale, window=window)
-            made = [recording.call(marks.attend, like, **given, softcap=0.0, sinks=None, slopes=slopes)]
+            made += [recording.call(marks.attend, like, **given, softcap=0.0, sinks=None, slopes=slopes)]
         turned = recording.call(_aten.transpose.int, like.transpose(1, 2), self=made[-1].out, dim0=1, dim1=2)
         view = Call(_aten.view.default, {"self": turned.out, "size": list(recording.fact(out.out).shape)}, out.out)
         instead[id(out)] = [*made, turned, view]
@@ -134,7 +139,8 @@ def _region(recording: Recording, producers: dict, held: _Held) -> _Found | None
     if not isinstance(q, Register) or q.index in from_k:
         return None
     wanted = (recording.batch, recording.query_len)
-    while not _is_heads(recording, q, wanted):
+    rows = recording.batch * recording.fact(held.k).shape[1], recording.query_len
+    while not _is_heads(recording, q, wanted) and recording.fact(q).shape[:-1] != rows:
         call = producers.get(q.index)
         if call is None or call.op not in _OF_QUERIES or len(read_by(call)) != 1:
             return None
@@ -146,7 +152,7 @@ def _region(recording: Recording, producers: dict, held: _Held) -> _Found | None
         call = producers.get(register.index)
         if register.index in stop or register.index in inside or call is None:
             return True
-        if call.op in (marks.linear, marks.packed_linear, marks.normed, marks.append) or len(inside) > 120:
+        if call.op in (marks.linear, marks.normed, marks.append) or len(inside) > 120:
             return False
         inside[register.index] = call
         return all(visit(each) for each in read_by(call))
@@ -192,14 +198,14 @@ def _tried(recording: Recording, calls: list[Call], held: _Held, q: Register, ou
     except MISFITS:
         return None
     expected = ran[out.out.index]
-    size = facts[0].shape[-1]
+    size, queries = facts[0].shape[-1], given[0].view(recording.batch, -1, *facts[0].shape[-2:])
     numbers = {abs(each) for call in calls for each in _plain_numbers(call) if each}
     scales = dict.fromkeys([size**-0.5, 1.0, *numbers, *(1 / each for each in numbers)])
     length = facts[1].shape[2]
-    biases = [None, *_biases([*ran.values(), *_constants(calls)], length, facts[0].shape[1])]
+    biases = [None, *_biases([*ran.values(), *_constants(calls)], length, queries.shape[1])]
     windows = [None, length, *_windows(recording, calls, length)]
     for scale, slopes, window in itertools.product(scales, biases, windows):
-        found = _attention(*given, scale, slopes, window)
+        found = _attention(queries, *given[1:], scale, slopes, window)
         if expected.numel() == found.numel() and agree(expected, found.reshape(expected.shape)):
             device = next((each.device for each in facts), None)
             slopes = None if slopes is None else slopes.to(device, torch.float32)

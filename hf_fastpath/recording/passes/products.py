@@ -311,7 +311,7 @@ def norms_in_front(recording: Recording, model: nn.Module) -> None:
     """Pass: let products apply the norm that they read, where kernels have it."""
     producers = recording.producers()
     for call in recording.calls:
-        if call.op not in (marks.linear, marks.gated, marks.projected_attention, marks.packed_linear):
+        if call.op not in (marks.linear, marks.gated, marks.projected_attention):
             continue
         normed = producers.get(getattr(call.arguments["x"], "index", -1))
         if normed is None or normed.op is not marks.normed or normed.arguments.get("residual") is not None:

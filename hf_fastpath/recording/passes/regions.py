@@ -16,7 +16,6 @@ _aten = torch.ops.aten
 
 #: marks that a region may hold; every other mark is a border of the region
 _INSIDE = (marks.activated, marks.matmul)
-_PRODUCTS = (marks.linear, marks.packed_linear)
 #: calls that take shape and dtype of a tensor alone
 _LIKE = (_aten.zeros_like.default, _aten.ones_like.default, _aten.empty_like.default, _aten.full_like.default)
 #: results that are tried as what a region gives
@@ -163,7 +162,7 @@ class Borders:
             return all(self._is_input(each) for each in read)
         if call.op is _aten.mul.Tensor and len(read) == 1:
             made = self._producers.get(read[0].index)
-            return made is not None and made.op in _PRODUCTS
+            return made is not None and made.op is marks.linear
         return marks.is_mark(call.op) and call.op not in _INSIDE
 
     def _is_input(self, register: Register) -> bool:
