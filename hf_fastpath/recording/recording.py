@@ -188,6 +188,6 @@ def behind(calls: Sequence[Call], register: Register) -> list[Call]:
 def _replaced(value: Any, values: dict[int, Any]) -> Any:
     while isinstance(value, Register) and value.index in values:
         value = values[value.index]
-    if isinstance(value, (list, tuple)) and next(registers_in(value), None) is not None:
+    if isinstance(value, (list, tuple)) and registers_in(value):
         return [_replaced(each, values) for each in value]
     return value

@@ -94,7 +94,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         for name, value in call.arguments.items():
             if name == "norm" and isinstance(value, (tuple, list)):
                 call.arguments[name] = Norm(*value)
-    for expansion in noting.expansions.values():
+    for expansion in {each.structure: each for each in noting.expansions.values()}.values():
         expansion.check()
     masks = noting.masks.items() if has_encoder else ()
     open_masks = frozenset(index for index, function in masks if _sees_all(function))
