@@ -94,6 +94,7 @@ from .generation import (
 )
 from .models import (
     FORWARD_NOTES,
+    GENERATION_DEFAULTS,
     Conv1D,
     activation_of,
     attention_function,

@@ -16,7 +16,7 @@ from ..options import Options
 from ..reasons import REASONS
 from ..recording import proof
 from .analyse import analyse
-from .apply import apply, claim, undo
+from .apply import apply, claim, keep_recording, undo
 from .coverage import check_coverage, unsupported
 from .multimodal_twin import multimodal_twin
 from .plan import PatchPlan
@@ -259,6 +259,7 @@ def _difference(
     state = PatchState(plan.options)
     claim(twin, state)
     apply(plan, state)
+    keep_recording(plan, state)
     try:
         if plan.is_recorded:  # its experts and routers may not run in float64, which compare() needs
             encoded = None
