@@ -70,7 +70,8 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         if has_states or has_encoder:
             noting.is_rehearsing = True
             few = torch.zeros(batch, _REHEARSED, dtype=torch.long, device=skeleton.device)
-            _run(skeleton, few, None, whole, arguments if has_encoder else {})
+            with modes.Functions(noting):
+                _run(skeleton, few, None, whole, arguments if has_encoder else {})
             noting.is_rehearsing = False
         if has_states:
             states = [[noting.state(each) for each in found] for found in cache.states()]
