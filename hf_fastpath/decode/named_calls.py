@@ -121,7 +121,14 @@ def registers_in(value: Any) -> list[Register]:
 
 def read_by(call: Call) -> list[Register]:
     """Return the registers that a call reads."""
-    return registers_in(tuple(call.arguments.values()))
+    found: list[Register] = []
+    for value in call.arguments.values():
+        kind = type(value)
+        if kind is Register:
+            found.append(value)
+        elif kind not in _WITHOUT_REGISTERS:
+            found += registers_in(value)
+    return found
 
 
 @dataclass(frozen=True)

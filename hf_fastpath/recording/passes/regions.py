@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ...decode.named_calls import Call, Register
 from .. import marks
-from ..recording import Recording, read_by
+from ..recording import Recording, is_mutable, read_by
 
 _aten = torch.ops.aten
 
@@ -186,14 +188,16 @@ class Borders:
 
 def _writes(call: Call) -> bool:
     """Whether a call writes into the first tensor that it is given."""
-    schema = getattr(call.op, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return is_mutable(call.op)
 
 
 def _is_view(call: Call) -> bool:
-    if call.op is operator.getitem:
-        return True
-    schema = getattr(call.op, "_schema", None)
+    return call.op is operator.getitem or _gives_views(call.op)
+
+
+@functools.cache
+def _gives_views(op: Callable[..., Any]) -> bool:
+    schema = getattr(op, "_schema", None)
     return schema is not None and not schema.is_mutable and any(each.alias_info for each in schema.returns)
 
 
