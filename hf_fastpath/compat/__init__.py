@@ -140,6 +140,7 @@ from .parallel import (
 )
 from .seams import (
     EXPAND,
+    LAYER_INDEX,
     ExpertStacks,
     RecordingCache,
     ask_for_plain_functions,
