@@ -16,8 +16,8 @@ from .recorder import Recorder
 
 #: tokens of the forward
 _TOKENS = 3
-#: attributes of modules that tell layers that are alike from others
-_PLAIN = (bool, int, float, str)
+#: types of attributes that tell layers that are alike from others
+_SETTINGS = (bool, int, float, str, tuple, list, torch.dtype)
 
 
 def rehearse(recorder: Recorder, batch: int, cache: Any, arguments: dict[str, Any]) -> None:
@@ -53,8 +53,9 @@ def _one_of_alike(model: nn.Module, cache: compat.RecordingCache) -> Iterator[No
     ran: dict[Any, tuple[int, Any]] = {}
     try:
         for index, layer in layers:
-            key = cache.kinds[index], _made_of(layer, index)
-            vars(layer)["forward"] = functools.partial(_forward, ran, key, cache, index, layer.forward)
+            if (made_of := _made_of(layer, index)) is not None:
+                key = cache.kinds[index], made_of
+                vars(layer)["forward"] = functools.partial(_forward, ran, key, cache, index, layer.forward)
         yield
     finally:
         for layer, forward in before:
@@ -73,15 +74,15 @@ def _forward(ran: dict, key: Any, cache: Any, index: int, forward: Callable[...,
     return out
 
 
-def _made_of(layer: nn.Module, index: int) -> tuple:
-    """Return what is the same in layers that are alike: classes, settings and tensors, but for the layer's number."""
-    found = []
+def _made_of(layer: nn.Module, index: int) -> tuple | None:
+    """Return what is the same in layers that are alike: classes, settings and tensors, but for the layer's number; None
+    if it does not say that its states are those of the cache's layer ``index``."""
+    found, indices = [], set()
     for path, module in layer.named_modules():
-        numbers = {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
-        if compat.LAYER_INDEX in numbers:
-            numbers[compat.LAYER_INDEX] -= index
+        settings = {name: value for name, value in vars(module).items() if type(value) in _SETTINGS}
+        if compat.LAYER_INDEX in settings:
+            indices.add(settings.pop(compat.LAYER_INDEX))
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        found.append(
-            (path, type(module), *numbers.items(), *((name, each.shape, each.dtype) for name, each in tensors))
-        )
-    return tuple(found)
+        facts = ((name, each.shape, each.dtype) for name, each in tensors)
+        found.append((path, type(module), str(settings), *facts))
+    return tuple(found) if indices == {index} else None

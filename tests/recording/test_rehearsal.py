@@ -85,10 +85,12 @@ def test_all_layers_run_if_one_needs_what_another_leaves_outside_of_the_cache(mo
     assert states == found(noting, of_all_layers)[1] and all(states)
 
 
-def test_a_layer_of_another_size_is_not_alike():
+def test_layers_that_differ_are_not_alike():
     noting = recorder_of("mamba")
     first, second = noting.skeleton.copy.backbone.layers[:2]
-    assert rehearsal._made_of(first, 0) == rehearsal._made_of(second, 1)
-    assert rehearsal._made_of(first, 0) != rehearsal._made_of(second, 0), "it has another number"
-    second.mixer.conv_kernel_size += 1
-    assert rehearsal._made_of(first, 0) != rehearsal._made_of(second, 1)
+    made_of = rehearsal._made_of(first, 0)
+    assert made_of is not None and made_of == rehearsal._made_of(second, 1)
+    assert rehearsal._made_of(second, 0) is None, "its states are not those of layer 0"
+    assert rehearsal._made_of(second.norm, 1) is None, "it has no states"
+    second.mixer.conv1d.dilation = (2,)
+    assert made_of != rehearsal._made_of(second, 1)
