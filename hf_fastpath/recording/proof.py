@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,9 +53,10 @@ def _in_float32(value: Any) -> Any:
 
 def difference(part: Any, plans: PlanCache) -> float:
     """Return mean|ours - stock| of logits over mean|stock|, of random tokens and, if the model has an encoder, behind a
-    random output of it; of a model with experts the smallest of a
-    few steps, since a router may choose otherwise between two experts whose scores are equal but for rounding."""
+    random output of it; of a model with experts the smallest of a few steps, since a router may choose otherwise
+    between two experts whose scores are equal but for rounding."""
     model, device = part.module, part.embedding.weight.device
+    attention = _WideAttention() if device.type == "cuda" else nullcontext()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(part.vocab_size, (1, _PROMPT + _STEPS), generator=generator, device="cpu").to(device)
     found = []
@@ -66,7 +68,7 @@ def difference(part: Any, plans: PlanCache) -> float:
             whole = compat.over_encoder(cache)
             shape = 1, _ENCODED, compat.encoder_width(model)
             output = torch.randn(shape, generator=generator, device="cpu").to(device, part.embedding.weight.dtype)
-        with _WideAttention():
+        with attention:
             compat.forward_over(model, tokens[:, :_PROMPT], whole, output)
         stock_cache = copy.deepcopy(whole)
         plan = plans.decode_plan(part, 1, cache)
@@ -76,7 +78,7 @@ def difference(part: Any, plans: PlanCache) -> float:
             plan.begin(cache, torch.tensor([_PROMPT], device=device), None, encoded=read)
             for place in range(_PROMPT, _PROMPT + _STEPS):
                 ours = plan.step(tokens[:, place]).float()
-                with _WideAttention():
+                with attention:
                     stock = compat.forward_over(model, tokens[:, place : place + 1], stock_cache, output)[:, -1].float()
                 found.append(float((ours - stock).abs().mean() / stock.abs().mean().clamp_min(1e-30)))
         finally:
