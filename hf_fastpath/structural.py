@@ -12,6 +12,7 @@ import ast
 import builtins
 import importlib
 import inspect
+import itertools
 import logging
 import re
 import textwrap
@@ -58,46 +59,60 @@ def known_for(model: nn.Module, listed: tuple[Architecture, ...]) -> tuple[Archi
     """Return ``listed``; or the model's own architecture if it has none of their classes and is a twin of one."""
     if any(architecture.part_of(module) for module in model.modules() for architecture in listed):
         return listed
-    found = match(model)
-    return listed if found is None or found.architecture is None else (found.architecture,)
+    twins = (found.architecture for found in _compared(model, most=1) if found.architecture is not None)
+    found = next(twins, None)
+    return listed if found is None else (found,)
 
 
 def match(model: nn.Module) -> Match | None:
     """Return the listed architecture that ``model``, a causal LM, is most like; None if it is like none at all."""
-    found = [_compare(architecture, model) for architecture in architectures()]
-    known = [result for result in found if result is not None]
-    return min(known, key=lambda result: len(result.differences), default=None)
+    return min(_compared(model), key=lambda result: len(result.differences), default=None)
 
 
-def _compare(architecture: Architecture, model: nn.Module) -> Match | None:
-    try:
-        architecture.check_classes()
-    except UnsupportedModelError:  # this version of transformers lacks the family
-        return None
+def _compared(model: nn.Module, most: int | None = None) -> Iterator[Match]:
+    """Compare ``model`` with each listed architecture whose layers are where the model's are.
+
+    Args:
+        most: number of differences after which a comparison ends, since sources take long to read; None for all.
+    """
     modules = dict(model.named_modules())
-    layers = modules.get(f"{architecture.base}.{architecture.layers}")
-    if not isinstance(layers, nn.ModuleList) or not len(layers):
-        return None
-    known = _classes(architecture)
-    ours = {path: type(modules[path]) if path in modules else None for path in known}
-    missing = [f"{path} is missing" for path, cls in ours.items() if cls is None]
-    homes = {cls.__module__ for cls in ours.values() if cls is not None and not cls.__module__.startswith("torch.")}
+    for architecture in architectures():
+        layers = modules.get(f"{architecture.base}.{architecture.layers}")
+        if not isinstance(layers, nn.ModuleList) or not len(layers):
+            continue
+        classes = {path: type(modules[path]) for path in _paths(architecture).values() if path in modules}
+        try:
+            found = _differences(architecture, classes, layers)
+            differences = tuple(itertools.islice(dict.fromkeys(found) if most is None else found, most))
+        except UnsupportedModelError:  # this version of transformers lacks the family
+            continue
+        yield Match(architecture.name, differences, None if differences else _twin(architecture, model, classes))
+
+
+def _differences(architecture: Architecture, classes: dict[str, type], layers: nn.ModuleList) -> Iterator[str]:
+    """Yield what a model lacks of an architecture or does in another way.
+
+    Args:
+        classes: the model's, by the paths of the architecture's roles.
+        layers: the model's.
+
+    Raises:
+        UnsupportedModelError: the installed transformers lacks the architecture.
+    """
+    yield from (f"{path} is missing" for path in _paths(architecture).values() if path not in classes)
+    homes = {cls.__module__ for cls in classes.values() if not cls.__module__.startswith("torch.")}
     if len(homes) > 1:
-        missing.append(f"its classes are in several modules, {', '.join(sorted(homes))}")
+        yield f"its classes are in several modules, {', '.join(sorted(homes))}"
     inner = [name for name in (architecture.layer.attention, architecture.layer.mlp) if name is not None]
-    kinds = {(type(layer), *(type(getattr(layer, name, None)) for name in inner)) for layer in layers}
-    if len(kinds) > 1:
-        missing.append("its layers are of several kinds")
-    present = {path: cls for path, cls in ours.items() if cls is not None}
-    pairs = {known[path]: cls for path, cls in present.items()}
-    comparison = _Comparison(pairs)
-    for path, cls in present.items():
+    if len({(type(layer), *(type(getattr(layer, name, None)) for name in inner)) for layer in layers}) > 1:
+        yield "its layers are of several kinds"
+    known = _classes(architecture)
+    comparison = _Comparison({known[path]: cls for path, cls in classes.items()})
+    for path, cls in classes.items():
         if path == _path(architecture, "rotary"):
-            comparison.functions(f"{cls.__name__}.forward", known[path].forward, cls.forward)
+            yield from comparison.functions(f"{cls.__name__}.forward", known[path].forward, cls.forward)
         else:
-            comparison.classes(known[path], cls)
-    differences = tuple(dict.fromkeys((*missing, *comparison.differences)))
-    return Match(architecture.name, differences, None if differences else _twin(architecture, model, pairs, known))
+            yield from comparison.classes(known[path], cls)
 
 
 def _path(architecture: Architecture, role: str) -> str | None:
@@ -124,18 +139,26 @@ _MOE_ROLES = ("router", "experts")
 _ROLES = ("causal_lm", "base", "embedding", "position_embedding", "rotary", "linear", *_MOE_ROLES, *_PARTS)
 
 
+def _paths(architecture: Architecture) -> dict[str, str]:
+    """Return where the architecture's roles are inside the causal LM."""
+    found = {role: _path(architecture, role) for role in _ROLES}
+    return {role: path for role, path in found.items() if path is not None}
+
+
 @cache
 def _classes(architecture: Architecture) -> dict[str, type]:
-    """Return the listed family's classes by their paths."""
+    """Return the listed family's classes by their paths.
+
+    Raises:
+        UnsupportedModelError: the installed transformers lacks a class.
+    """
+    architecture.check_classes()
     module = importlib.import_module(architecture.module)
     causal_lm = base = getattr(module, architecture.causal_lm)
     for name in architecture.base.split("."):
         base = _assigned_class(base, name)
     found = {}
-    for role in _ROLES:
-        path = _path(architecture, role)
-        if path is None:
-            continue
+    for role, path in _paths(architecture).items():
         if role in ("causal_lm", "base"):
             found[path] = causal_lm if role == "causal_lm" else base
         elif role == "linear":
@@ -163,19 +186,17 @@ def _assigned_class(cls: type, attribute: str) -> type:
     raise UnsupportedModelError(f"{cls.__name__}.__init__ makes no {attribute!r}")
 
 
-def _twin(
-    architecture: Architecture, model: nn.Module, pairs: dict[type, type], known: dict[str, type]
-) -> Architecture:
-    """Return ``architecture`` with the names of ``model``'s classes."""
+def _twin(architecture: Architecture, model: nn.Module, classes: dict[str, type]) -> Architecture:
+    """Return ``architecture`` with the names of ``model``'s classes, which are given by their paths."""
+    names_of = {role: classes[path].__name__ for role, path in _paths(architecture).items()}
 
     def part(role: str) -> Any:
-        path, declared = _path(architecture, role), getattr(architecture, role)
-        return declared if path is None else replace(declared, class_name=pairs[known[path]].__name__)
+        declared = getattr(architecture, role)
+        return replace(declared, class_name=names_of[role]) if role in names_of else declared
 
-    linear = architecture.linear and pairs[known[_path(architecture, "linear")]].__name__
     mlp = part("mlp")
     if architecture.moe is not None:
-        names = {f"{role}_class": pairs[known[_path(architecture, role)]].__name__ for role in _MOE_ROLES}
+        names = {f"{role}_class": names_of[role] for role in _MOE_ROLES}
         is_listed = type(model).__module__ == architecture.module
         # the dense MLP of another family was not compared
         mlp = replace(mlp, **names, dense=mlp.dense if is_listed else None)
@@ -189,7 +210,7 @@ def _twin(
         attention=part("attention"),
         mlp=mlp,
         norm=part("norm"),
-        linear=linear,
+        linear=names_of.get("linear"),
     )
 
 
@@ -197,7 +218,7 @@ def _twin(
 
 
 class _Comparison:
-    """Compares functions and classes of two models, and collects the differences.
+    """Compares functions and classes of two models, and yields the differences.
 
     Args:
         pairs: class of the listed model -> the class in the same role of the other model.
@@ -206,13 +227,12 @@ class _Comparison:
     def __init__(self, pairs: dict[type, type]):
         self.pairs = pairs
         self.names = {known.__name__: found.__name__ for known, found in pairs.items()}
-        self.differences: list[str] = []
         self._seen: set[tuple] = set()
 
-    def classes(self, known: type, found: type) -> None:
+    def classes(self, known: type, found: type) -> Iterator[str]:
         """Compare every method, also those of base classes."""
         if len(known.__mro__) != len(found.__mro__):
-            self.differences.append(f"{found.__name__} has other base classes than {known.__name__}")
+            yield f"{found.__name__} has other base classes than {known.__name__}"
             return
         for one, other in zip(known.__mro__, found.__mro__):
             if one is other:
@@ -221,11 +241,11 @@ class _Comparison:
             for name in dict.fromkeys((*methods[0], *methods[1])):
                 if name not in methods[0] or name not in methods[1]:
                     where = other if name in methods[1] else one
-                    self.differences.append(f"only {where.__name__} has {name}()")
+                    yield f"only {where.__name__} has {name}()"
                 else:
-                    self.functions(f"{other.__name__}.{name}", methods[0][name], methods[1][name])
+                    yield from self.functions(f"{other.__name__}.{name}", methods[0][name], methods[1][name])
 
-    def functions(self, what: str, known: Callable, found: Callable) -> None:
+    def functions(self, what: str, known: Callable, found: Callable) -> Iterator[str]:
         """Compare the source of two functions, and everything that the source refers to."""
         known, found = inspect.unwrap(known), inspect.unwrap(found)
         if known is found or (known, found) in self._seen:
@@ -233,20 +253,22 @@ class _Comparison:
         self._seen.add((known, found))
         one, other = _normal_source(known, tuple(self.names.items())), _normal_source(found)
         if one is None or one != other:
-            self.differences.append(f"{what} is not as {known.__qualname__}")
+            yield f"{what} is not as {known.__qualname__}"
             return
         for name in sorted(_names(known)):
-            self._globals(what, name, known.__globals__.get(name), found.__globals__.get(self.names.get(name, name)))
+            yield from self._globals(
+                what, name, known.__globals__.get(name), found.__globals__.get(self.names.get(name, name))
+            )
 
-    def _globals(self, what: str, name: str, known: Any, found: Any) -> None:
+    def _globals(self, what: str, name: str, known: Any, found: Any) -> Iterator[str]:
         if known is found or (isinstance(known, type) and self.pairs.get(known) is found):
             return
         if isinstance(known, logging.Logger) and isinstance(found, logging.Logger):
             return
         if isinstance(known, FunctionType) and isinstance(found, FunctionType):
-            self.functions(f"{name}() of {found.__module__}", known, found)
+            yield from self.functions(f"{name}() of {found.__module__}", known, found)
         elif type(known) is not type(found) or known != found:
-            self.differences.append(f"{what} uses another {name}")
+            yield f"{what} uses another {name}"
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Callable]]:

@@ -94,6 +94,7 @@ from .generation import (
 from .host_memory import lock_pages, unlock_pages
 from .models import (
     FORWARD_NOTES,
+    GENERATION_DEFAULTS,
     Conv1D,
     activation_of,
     attention_function,
@@ -143,6 +144,7 @@ from .parallel import (
 from .placement import brought, execution_device, input_device, placement
 from .seams import (
     EXPAND,
+    LAYER_INDEX,
     ExpertStacks,
     RecordingCache,
     ask_for_plain_functions,

@@ -214,6 +214,8 @@ def text_decoder(model: Any) -> nn.Module:
 #: attributes in which forwards of transformers' classes note something: about the prompt that they have read, and that
 #: modules have got the hooks which collect hidden states
 FORWARD_NOTES = frozenset({"rope_deltas", "_output_capturing_hooks_installed"})
+#: attribute of a model that holds the defaults of its ``generate()``
+GENERATION_DEFAULTS = "generation_config"
 
 
 def model_of_config(config: Any, **arguments: Any) -> Any:

@@ -23,6 +23,8 @@ from .models import is_multimodal
 
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
+#: attribute of modules of a layer that tells which of the cache's layers is theirs
+LAYER_INDEX = "layer_idx"
 #: attributes of a config that name its implementations of attention and of experts
 _CHOICES = ("_attn_implementation_internal", "_experts_implementation_internal")
 
@@ -120,6 +122,19 @@ class RecordingCache(Cache):
             both = [*layer.conv_states.values(), *layer.recurrent_states.values()] if kind.states else []
             found.append([state for state in both if state is not None])
         return found
+
+    def copy_states(self, first: int, other: int) -> None:
+        """Let the layer ``other`` hold states like those of the layer ``first``."""
+        if self.kinds[first].states:
+            held = {name: value for name, value in vars(self.layers[first]).items() if name not in ("index", "_append")}
+            vars(self.layers[other]).update(_alike(held))
+
+
+def _alike(value: Any) -> Any:
+    """Return ``value`` with a new tensor in the place of each tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return value.new_empty_strided(value.size(), value.stride())
+    return {name: _alike(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 class _RecordingLayer(CacheLayerMixin):

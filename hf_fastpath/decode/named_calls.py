@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -97,21 +97,38 @@ class Call:
         return getattr(self.op, "__name__", str(self.op))
 
 
-def registers_in(value: Any) -> Iterator[Register]:
-    """Yield the registers in an argument: the argument itself, those in a list, those in a value."""
-    if isinstance(value, Register):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from registers_in(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from registers_in(getattr(value, each.name))
+#: most of what calls are given; there are thousands of calls, and passes ask again and again
+_WITHOUT_REGISTERS = frozenset(
+    {type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device}
+)
+
+
+def registers_in(value: Any) -> list[Register]:
+    """Return the registers in an argument: the argument itself, those in a list, those in a value."""
+    kind = type(value)
+    if kind is Register:
+        return [value]
+    if kind in _WITHOUT_REGISTERS:
+        return []
+    if isinstance(value, (list, tuple)):
+        inside: Iterable[Any] = value
+    elif hasattr(kind, "__dataclass_fields__"):
+        inside = (getattr(value, each.name) for each in fields(value))
+    else:
+        return []
+    return [register for each in inside if type(each) not in _WITHOUT_REGISTERS for register in registers_in(each)]
 
 
 def read_by(call: Call) -> list[Register]:
     """Return the registers that a call reads."""
-    return [register for value in call.arguments.values() for register in registers_in(value)]
+    found: list[Register] = []
+    for value in call.arguments.values():
+        kind = type(value)
+        if kind is Register:
+            found.append(value)
+        elif kind not in _WITHOUT_REGISTERS:
+            found += registers_in(value)
+    return found
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from . import structure
 
 #: dicts of a module that hold what the module is made of
 _CONTENTS = itemgetter("_modules", "_parameters", "_buffers")
-#: attributes of every module of which all but one are bookkeeping, and what forwards write by themselves
-_BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | compat.FORWARD_NOTES
+#: attributes of every module of which all but one are bookkeeping, what forwards write by themselves, and the defaults
+#: of ``generate()``, which come with each call
+_BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | compat.FORWARD_NOTES | {compat.GENERATION_DEFAULTS}
 _FACTS = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype")
 
 

@@ -21,7 +21,7 @@ from ..reasons import explained, named
 from ..recording.part import Recorded
 from . import selftest
 from .analyse import analyse
-from .apply import apply, claim, quantize, undo
+from .apply import apply, claim, keep_recording, quantize, undo
 from .coverage import check_coverage, check_kernels, check_whole
 from .reporting import Report
 from .state import PatchState, patched_model, state_of
@@ -205,9 +205,7 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
             state.huge_page_bytes = huge_pages.move_into(
                 [*model.parameters(), *(each.packed.quants for each in ledger.replaced)]
             )
-    if plan.recorded is not None and plan.loop_reason is None:
-        state.plans.reason_of(plan.recorded.first)  # the first call need not record the step again
-        plan.recorded.first = None
+    keep_recording(plan, state)
     if not quiet:
         print(report(model))
 

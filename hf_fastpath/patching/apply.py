@@ -50,6 +50,17 @@ def apply(plan: PatchPlan, state: PatchState) -> None:
         raise
 
 
+def keep_recording(plan: PatchPlan, state: PatchState) -> None:
+    """Keep the step that was recorded when the model was looked at, so that the first call need not record it again.
+
+    Args:
+        plan: applied to a model that lies in memory as its calls will find it.
+    """
+    if plan.recorded is not None and plan.loop_reason is None:
+        state.plans.reason_of(plan.recorded.first)
+        plan.recorded.first = None
+
+
 def _bind_forward(state: PatchState, binding: Binding) -> None:
     """Bind a forward of :mod:`.forwards` to the part's module."""
     module, ledger = binding.part.module, state.ledger

@@ -54,7 +54,7 @@ def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) ->
 
 def _known(call: Call) -> tuple:
     """Return what is called, and with which numbers and weights."""
-    held = {name: value for name, value in call.arguments.items() if next(registers_in(value), None) is None}
+    held = {name: value for name, value in call.arguments.items() if not registers_in(value)}
     return call.op, {name: _identity(value) for name, value in held.items()}
 
 

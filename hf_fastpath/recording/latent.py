@@ -8,7 +8,7 @@ import torch
 
 from ..decode.named_calls import Call, Register
 from . import marks
-from .probing import agree, evaluate, seeded
+from .probing import agree, evaluate, seeded, structure
 from .recording import Unrecordable
 
 
@@ -48,6 +48,13 @@ class Expansion:
             if tuple(weight.shape) == (heads * (key_dim - turned + value_dim), latent_dim):
                 return weight
         raise Unrecordable("keys and values that are not made of a latent by one product")
+
+    @property
+    def structure(self) -> tuple:
+        """Return what is the same in layers whose keys and values are made in the same way."""
+        weight, shapes = self.weight, tuple(fact.shape for fact in self.facts)
+        of_tensor = lambda tensor: "weight" if tensor is weight else id(tensor)  # noqa: E731
+        return shapes, weight.shape, structure(self.calls, self.given, of_tensor, self.made)
 
     def check(self) -> None:
         """Check that the calls compute what :func:`expanded` does.

@@ -79,7 +79,7 @@ class Lowering:
                     raise Unrecordable("a mask that is read outside of attention")
                 return None
             return self._values[value.index]
-        if isinstance(value, (list, tuple)) and next(registers_in(value), None) is not None:
+        if isinstance(value, (list, tuple)) and registers_in(value):
             return [self._value(each) for each in value]
         if is_dataclass(value) and not isinstance(value, type):
             return replace(value, **{each.name: self._value(getattr(value, each.name)) for each in fields(value)})

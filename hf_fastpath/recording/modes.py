@@ -47,11 +47,21 @@ class Functions(TorchFunctionMode):
         found = handler(*args, **kwargs)
         if found is None:
             return func(*args, **kwargs)
-        with recorder.quiet():
-            out = func(*args, **kwargs)
         op, arguments = found
-        recorder.emit(op, arguments, out)
+        with recorder.quiet():
+            out = _product(**arguments) if op is marks.linear else None
+            out = func(*args, **kwargs) if out is None else out
+        if not recorder.is_rehearsing:
+            recorder.emit(op, arguments, out)
         return out
+
+
+def _product(x, weight, bias) -> torch.Tensor | None:
+    """Return a tensor like a product with a weight, which PyTorch makes in four steps; None if the product is odd."""
+    is_plain = weight.dim() == 2 and x.dim() > 1 and x.shape[-1] == weight.shape[1] and x.dtype == weight.dtype
+    if bias is not None:
+        is_plain = is_plain and bias.shape == weight.shape[:1] and bias.dtype == x.dtype
+    return x.new_empty(*x.shape[:-1], weight.shape[0]) if is_plain else None
 
 
 def _linear(input, weight, bias=None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -103,6 +103,34 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     scale = float(one.abs().amax()) + 1e-300
     return float((one - other).abs().amax()) <= _TOLERANCE * scale
+
+
+def structure(
+    calls: Sequence[Call], given: Iterable[Register], of_tensor: Callable[[torch.Tensor], Any], made: Any = ()
+) -> tuple:
+    """Return what is the same in lists of calls that compute the same, which layers have that are alike.
+
+    Args:
+        calls: in order.
+        given: registers that the calls are given; all others are taken for the same.
+        of_tensor: returns what is the same in tensors that the calls hold.
+        made: registers that are asked for.
+    """
+    places = {each.index: place for place, each in enumerate((*given, *(call.out for call in calls)))}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Register):
+            return "r", places.get(value.index, -1)
+        if isinstance(value, torch.Tensor):
+            return "t", of_tensor(value)
+        if isinstance(value, (list, tuple)):
+            return tuple(plain(each) for each in value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return tuple(plain(getattr(value, each.name)) for each in fields(value))
+        return str(value)
+
+    found = ((call.op, *((name, plain(value)) for name, value in call.arguments.items())) for call in calls)
+    return (*found, plain(made))
 
 
 def inner_only(calls: Sequence[Call], inputs: Sequence[Register]) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
@@ -27,11 +30,33 @@ _ENCODED = 12
 _ROUNDINGS = 4
 
 
+class _WideAttention(TorchFunctionMode):
+    """Runs PyTorch's attention of 16 bits in float32.
+
+    cuDNN, which has 16 bits alone, builds an engine for every new length, and the few lengths of a proof take it longer
+    than all else takes. PyTorch's switches between kernels are the whole process's, but a mode is this thread's.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query = args[0] if args else kwargs["query"]
+        out = func(*map(_in_float32, args), **{name: _in_float32(each) for name, each in kwargs.items()})
+        return out.to(query.dtype)
+
+
+def _in_float32(value: Any) -> Any:
+    is_short = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_short else value
+
+
 def difference(part: Any, plans: PlanCache) -> float:
     """Return mean|ours - stock| of logits over mean|stock|, of random tokens and, if the model has an encoder, behind a
-    random output of it; of a model with experts the smallest of a
-    few steps, since a router may choose otherwise between two experts whose scores are equal but for rounding."""
+    random output of it; of a model with experts the smallest of a few steps, since a router may choose otherwise
+    between two experts whose scores are equal but for rounding."""
     model, device = part.module, part.embedding.weight.device
+    attention = _WideAttention() if device.type == "cuda" else nullcontext()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(part.vocab_size, (1, _PROMPT + _STEPS), generator=generator, device="cpu").to(device)
     found = []
@@ -43,7 +68,8 @@ def difference(part: Any, plans: PlanCache) -> float:
             whole = compat.over_encoder(cache)
             shape = 1, _ENCODED, compat.encoder_width(model)
             output = torch.randn(shape, generator=generator, device="cpu").to(device, part.embedding.weight.dtype)
-        compat.forward_over(model, tokens[:, :_PROMPT], whole, output)
+        with attention:
+            compat.forward_over(model, tokens[:, :_PROMPT], whole, output)
         stock_cache = copy.deepcopy(whole)
         plan = plans.decode_plan(part, 1, cache)
         try:
@@ -52,7 +78,8 @@ def difference(part: Any, plans: PlanCache) -> float:
             plan.begin(cache, torch.tensor([_PROMPT], device=device), None, encoded=read)
             for place in range(_PROMPT, _PROMPT + _STEPS):
                 ours = plan.step(tokens[:, place]).float()
-                stock = compat.forward_over(model, tokens[:, place : place + 1], stock_cache, output)[:, -1].float()
+                with attention:
+                    stock = compat.forward_over(model, tokens[:, place : place + 1], stock_cache, output)[:, -1].float()
                 found.append(float((ours - stock).abs().mean() / stock.abs().mean().clamp_min(1e-30)))
         finally:
             plan.end()

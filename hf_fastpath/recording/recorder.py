@@ -41,7 +41,7 @@ class Recorder:
         self.expansions: dict[tuple[int, int], Expansion] = {}  # ids of keys and values that were made of a latent
         self.mutated: set[int] = set()
         self.silent = 0
-        self.is_rehearsing = False  # True while a forward runs of which nothing is noted, see step.record
+        self.is_rehearsing = False  # see rehearsing()
         self.past = past_tokens(skeleton.model.config)
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
         self._kept: list[Any] = []  # kept alive, so that no other tensor gets one of these ids
@@ -145,6 +145,19 @@ class Recorder:
             yield
         finally:
             self.silent -= 1
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Note nothing for the length of a ``with`` block, in which a forward reads into an empty cache."""
+        self.is_rehearsing = True
+        try:
+            yield
+        finally:
+            self.is_rehearsing = False
+
+    def new_cache(self) -> compat.RecordingCache:
+        """Return an empty cache for the model."""
+        return compat.RecordingCache(self.skeleton.copy.config, self.append)
 
     # ---- seams ------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,17 +169,23 @@ class Recording:
         """Leave out calls whose results nothing reads; calls that write stay if anything reads the memory."""
         needed, kept = {self.logits.index}, []
         for call in reversed(self.calls):
-            writes = call.out.index in self.mutated or is_effect(call)
-            if call.out.index in needed or writes:
-                needed.update(register.index for register in read_by(call))
+            if call.out.index in needed or call.out.index in self.mutated or is_effect(call):
+                for register in read_by(call):
+                    needed.add(register.index)
                 kept.append(call)
         self.calls = kept[::-1]
 
 
 def is_effect(call: Call) -> bool:
     """Whether a call changes what lies outside of its result."""
-    schema = getattr(call.op, "_schema", None)
-    return call.op in marks.EFFECTS or (schema is not None and schema.is_mutable)
+    return call.op in marks.EFFECTS or is_mutable(call.op)
+
+
+@functools.cache
+def is_mutable(op: Callable[..., Any]) -> bool:
+    """Whether an op writes to a tensor that it is given."""
+    schema = getattr(op, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def behind(calls: Sequence[Call], register: Register) -> list[Call]:
@@ -194,6 +201,6 @@ def behind(calls: Sequence[Call], register: Register) -> list[Call]:
 def _replaced(value: Any, values: dict[int, Any]) -> Any:
     while isinstance(value, Register) and value.index in values:
         value = values[value.index]
-    if isinstance(value, (list, tuple)) and next(registers_in(value), None) is not None:
+    if isinstance(value, (list, tuple)) and registers_in(value):
         return [_replaced(each, values) for each in value]
     return value

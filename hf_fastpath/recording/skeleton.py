@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from typing import Any
 
@@ -59,6 +60,20 @@ class Skeleton:
         """Return a tensor without data like what the model's encoder gives for ``length`` places."""
         dtype = self.model.dtype
         return torch.empty(batch, length, compat.encoder_width(self.model), dtype=dtype, device=self.device)
+
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, cache: Any, others: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the logits of the copy's forward over tensors without data.
+
+        Args:
+            others: further arguments of the forward, by name.
+        """
+        name = functools.partial(compat.text_name, self.copy)
+        arguments = {name("input_ids"): tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache, **others}
+        if positions is not None and self.takes_positions:
+            arguments[name("position_ids")] = positions
+        return self.copy(**arguments).logits
 
     def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
         made = self.mode.from_tensor(tensor.detach(), static_shapes=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sysconfig
 import traceback
@@ -19,10 +18,9 @@ from ..decode.named_calls import Norm, Register
 from . import marks, modes
 from .recorder import Recorder, recorder
 from .recording import EncodedLayer, Recording, Unrecordable
+from .rehearsal import cache_with_states, rehearse
 from .skeleton import Skeleton
 
-#: tokens of the forward that shows which states there are
-_REHEARSED = 3
 #: places of an encoder's output
 _ENCODED = 1009
 #: positions up to which a mask is compared with windows
@@ -53,7 +51,7 @@ def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, 
 
 def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any]) -> Recording:
     skeleton = noting.skeleton
-    cache = compat.RecordingCache(skeleton.copy.config, noting.append)
+    cache = noting.new_cache()
     has_states, has_encoder = any(kind.states for kind in cache.kinds), compat.has_encoder(skeleton.copy)
     if has_states and query_len > 1:
         raise Unrecordable("several tokens at once, of which some could not be taken back from the states")
@@ -68,11 +66,9 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             whole = compat.over_encoder(cache)
             given_output = compat.encoder_output(skeleton.encoder_output(batch, _ENCODED))
             arguments = arguments | {"encoder_outputs": given_output}
-        if has_states or has_encoder:
-            noting.is_rehearsing = True
-            few = torch.zeros(batch, _REHEARSED, dtype=torch.long, device=skeleton.device)
-            _run(skeleton, few, None, whole, arguments if has_encoder else {})
-            noting.is_rehearsing = False
+            rehearse(noting, batch, whole, arguments)
+        elif has_states:
+            whole = cache = cache_with_states(noting, batch)
         if has_states:
             states = [[noting.state(each) for each in found] for found in cache.states()]
             if not any(states):
@@ -88,14 +84,14 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             encoded = [noting.encoded(*each) for each in _without_gaps(compat.encoded_states(whole))]
             cache.keep(len(encoded))
         with modes.spans(noting), modes.Dispatch(noting), modes.Functions(noting):
-            logits = _run(skeleton, tokens, positions, whole, arguments)
+            logits = skeleton.run(tokens, positions, whole, arguments)
     if tuple(logits.shape[:2]) != (batch, query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
     for call in noting.calls:
         for name, value in call.arguments.items():
             if name == "norm" and isinstance(value, (tuple, list)):
                 call.arguments[name] = Norm(*value)
-    for expansion in noting.expansions.values():
+    for expansion in {each.structure: each for each in noting.expansions.values()}.values():
         expansion.check()
     masks = noting.masks.items() if has_encoder else ()
     open_masks = frozenset(index for index, function in masks if _sees_all(function))
@@ -169,17 +165,6 @@ def _without_gaps(found: list[tuple[torch.Tensor, torch.Tensor] | None]) -> list
     if any(k.shape != v.shape for k, v in known):
         raise Unrecordable("keys and values of different sizes")
     return known
-
-
-def _run(
-    skeleton: Skeleton, tokens: torch.Tensor, positions: torch.Tensor | None, cache: Any, others: dict[str, Any]
-) -> torch.Tensor:
-    """Return the logits of the copy's forward over tensors without data."""
-    name = functools.partial(compat.text_name, skeleton.copy)
-    arguments = {name("input_ids"): tokens, "use_cache": True, "return_dict": True, compat.CACHE: cache, **others}
-    if positions is not None and skeleton.takes_positions:
-        arguments[name("position_ids")] = positions
-    return skeleton.copy(**arguments).logits
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from models import SHORT, build, counting, fresh, prompt
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers import GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastpath
@@ -96,7 +97,7 @@ def test_changes_are_seen(name, monkeypatch):
 
 
 def test_changes_of_values_are_none():
-    """Training, loading and moving back leave what plans depend on as it was."""
+    """Training, loading, moving back and other defaults of generate() leave what plans depend on as it was."""
     model, snapshot = looked_at()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -106,6 +107,9 @@ def test_changes_of_values_are_none():
     assert snapshot.holds()
     model(prompt(CPU), labels=prompt(CPU)).loss.backward()
     assert snapshot.holds()
+    model.generation_config = GenerationConfig(max_new_tokens=3)
+    assert snapshot.holds() and model.generate(prompt(CPU)).shape[1] == prompt(CPU).shape[1] + 3
+    assert state_of(model).plans.snapshot is snapshot
 
 
 @pytest.mark.parametrize("architecture", ("llama", "gpt2", "gemma2", "mixtral"))

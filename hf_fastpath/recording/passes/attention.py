@@ -16,7 +16,7 @@ from ...decode.named_calls import Call, HeadNorms, Register
 from ...ops.rope_append import rotate
 from .. import marks
 from ..lowering import takes_product
-from ..probing import agree
+from ..probing import agree, structure
 from ..recording import Recording, read_by
 from .regions import Memory
 from .showing import alike, shown
@@ -163,25 +163,10 @@ def _is_plain_norm(call: Call) -> bool:
 
 def structure_of(recording, sources, tables, calls) -> tuple:
     """Return what is the same in layers that are alike."""
-    names: dict[int, int] = {}
-    for each in (*sources, *tables):
-        names[each.index] = len(names)
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Register):
-            return "r", names.get(value.index, -1)
-        if isinstance(value, torch.Tensor):
-            return "t", tuple(value.shape), value.dtype
-        if isinstance(value, (list, tuple)):
-            return tuple(plain(each) for each in value)
-        return str(value)
-
-    found: list[Any] = [(tuple(recording.fact(each).shape), recording.fact(each).dtype) for each in (*sources, *tables)]
-    found.append(tuple(each.index for each in tables))
-    for call in calls:
-        names[call.out.index] = len(names)
-        found.append((str(call.op), tuple((name, plain(value)) for name, value in call.arguments.items())))
-    return tuple(found)
+    given = [*sources, *tables]
+    facts = tuple((recording.fact(each).shape, recording.fact(each).dtype) for each in given)
+    tables = tuple(each.index for each in tables)
+    return facts, tables, structure(calls, given, lambda tensor: (tensor.shape, tensor.dtype))
 
 
 def _tried(

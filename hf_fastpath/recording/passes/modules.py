@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from ...choices import Activation, NormKind
 from ...decode.named_calls import Call, Norm, Register
 from .. import marks
-from ..probing import agree, evaluate, inner_only, seeded
+from ..probing import agree, evaluate, inner_only, seeded, structure
 from ..recording import Recording, Span
 
 _aten = torch.ops.aten
@@ -84,21 +83,8 @@ def structure_of_span(span: Span, parameters: dict[str, Any]) -> tuple | None:
     """Return what is the same in modules that compute the same; None if a module holds tensors besides its parameters
     that may change."""
     names = {id(each): name for name, each in parameters.items()}
-    registers = {each.index: place for place, each in enumerate((*span.inputs, *(call.out for call in span.calls)))}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Register):
-            return "r", registers[value.index]
-        if isinstance(value, torch.Tensor):
-            return "t", names[id(value)]
-        if isinstance(value, (list, tuple)):
-            return tuple(plain(each) for each in value)
-        if is_dataclass(value) and not isinstance(value, type):
-            return tuple(plain(getattr(value, each.name)) for each in fields(value))
-        return str(value)
-
     try:
-        return tuple((str(call.op), *((n, plain(v)) for n, v in call.arguments.items())) for call in span.calls)
+        return structure(span.calls, span.inputs, lambda tensor: names[id(tensor)])
     except KeyError:
         return None
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ...decode.named_calls import Call, Register
 from .. import marks
-from ..recording import Recording, read_by
+from ..recording import Recording, is_mutable, read_by
 
 _aten = torch.ops.aten
 
@@ -74,22 +76,25 @@ class Borders:
         self._producers = recording.producers()
         memory = Memory(recording)
         self._group, self._writers = memory.of, memory.writers
+        self._read = {id(call): read_by(call) for call in recording.calls}
+        self._are_borders: dict[int, bool] = {}  # id of a call -> see _is_border
         self._readers: dict[int, list[Call]] = {}
         self._group_readers: dict[int, list[Call]] = {}
         for call in recording.calls:
-            for register in read_by(call):
+            for register in self._read[id(call)]:
                 self._readers.setdefault(register.index, []).append(call)
                 self._group_readers.setdefault(self._group(register), []).append(call)
         self._states = {register.index for found in recording.states for register in found}
 
-    def regions(self, state: Register) -> Iterator[Region]:
-        """Yield regions around a state whose result no other call could give, from the smallest on."""
+    def regions(self, state: Register, size: int) -> Iterator[Region]:
+        """Yield regions around a state whose result has ``size`` elements and no other call could give it, from the
+        largest on."""
         downstream = self._downstream(state)
         if not self._writers.get(state.index):
             return
         results = [call.out for call in downstream if not _writes(call)]
         results = [each for each in results if isinstance(self._recording.fact(each), torch.Tensor)]
-        for result in results[:_MOST_RESULTS]:
+        for result in (each for each in results[:_MOST_RESULTS][::-1] if self._recording.fact(each).numel() == size):
             found = self._region(state, result, downstream)
             if found is not None:
                 yield found
@@ -107,7 +112,7 @@ class Borders:
                 found[place] = call
                 waiting.append((place, self._group(call.out)))
                 if _writes(call):
-                    waiting.append((place, self._group(read_by(call)[0])))
+                    waiting.append((place, self._group(self._read[id(call)][0])))
         return [found[place] for place in sorted(found)]
 
     def _region(self, state: Register, result: Register, downstream: list[Call]) -> Region | None:
@@ -130,7 +135,7 @@ class Borders:
                 return None
             if id(call) not in calls:
                 calls[id(call)] = call
-                waiting += () if call.op in _LIKE else read_by(call)
+                waiting += () if call.op in _LIKE else self._read[id(call)]
                 waiting += [writer.out for writer in self._writers.get(group, ())]
         ordered = sorted(calls.values(), key=lambda call: self._places[id(call)])
         inner = {call.out.index for call in ordered if call.out.index in dependent} | {state.index}
@@ -149,15 +154,20 @@ class Borders:
         call = self._producers.get(register.index)
         if call is None or self._is_border(call) or call.op is operator.getitem:
             return False
-        size, of = self._recording.fact(register).numel(), self._recording.fact(read_by(call)[0])
+        size, of = self._recording.fact(register).numel(), self._recording.fact(self._read[id(call)][0])
         return isinstance(of, torch.Tensor) and of.numel() == size
 
     def _is_border(self, call: Call) -> bool:
         """Whether a call is no part of the arithmetic around a state, but a product with a weight (also scaled, or side
         by side with others), a norm or attention."""
+        if id(call) not in self._are_borders:
+            self._are_borders[id(call)] = self._makes_border(call)
+        return self._are_borders[id(call)]
+
+    def _makes_border(self, call: Call) -> bool:
         if call.op is marks.matmul:
             return any(isinstance(each, torch.Tensor) for each in call.arguments.values())
-        read = read_by(call)
+        read = self._read[id(call)]
         if call.op is _aten.cat.default:
             return all(self._is_input(each) for each in read)
         if call.op is _aten.mul.Tensor and len(read) == 1:
@@ -172,19 +182,21 @@ class Borders:
             return register.index not in self._states
         if call.op is _aten.expand.default or not (_is_view(call) or call.op is _aten._unsafe_view.default):
             return False
-        return all(self._is_input(each) for each in read_by(call))
+        return all(self._is_input(each) for each in self._read[id(call)])
 
 
 def _writes(call: Call) -> bool:
     """Whether a call writes into the first tensor that it is given."""
-    schema = getattr(call.op, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return is_mutable(call.op)
 
 
 def _is_view(call: Call) -> bool:
-    if call.op is operator.getitem:
-        return True
-    schema = getattr(call.op, "_schema", None)
+    return call.op is operator.getitem or _gives_views(call.op)
+
+
+@functools.cache
+def _gives_views(op: Callable[..., Any]) -> bool:
+    schema = getattr(op, "_schema", None)
     return schema is not None and not schema.is_mutable and any(each.alias_info for each in schema.returns)
 
 

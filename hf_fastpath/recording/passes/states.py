@@ -49,37 +49,52 @@ _Roles = dict[str, Any]
 
 def short_convolutions(recording: Recording, model: nn.Module) -> None:
     """Pass: replace a convolution over the last few tokens by ``ops.short_convolution``."""
-    _replace(recording, marks.short_convolution, ops.short_convolution, _convolution_roles)
+    _replace(recording, marks.short_convolution, ops.short_convolution, _convolution_roles, (3,), -1)
 
 
 def gated_delta_steps(recording: Recording, model: nn.Module) -> None:
     """Pass: replace a token's step of a gated delta net by ``ops.gated_delta_step``."""
-    _replace(recording, marks.gated_delta_step, ops.gated_delta_step, _delta_roles)
+    _replace(recording, marks.gated_delta_step, ops.gated_delta_step, _delta_roles, (4,), -2)
 
 
 def selective_state_steps(recording: Recording, model: nn.Module) -> None:
     """Pass: replace a token's step of a state space by ``ops.selective_state_step``."""
-    _replace(recording, marks.selective_state_step, ops.selective_state_step, _space_roles)
+    _replace(recording, marks.selective_state_step, ops.selective_state_step, _space_roles, (3, 4), -1)
 
 
-def _replace(recording: Recording, mark: Any, op: Any, roles_of: Callable[[_Shapes], Iterator[_Roles]]) -> None:
-    """Put ``mark`` in the place of the largest region around each state that computes what ``op`` does."""
+def _replace(
+    recording: Recording,
+    mark: Any,
+    op: Any,
+    roles_of: Callable[[_Shapes], Iterator[_Roles]],
+    dims: tuple[int, ...],
+    summed: int,
+) -> None:
+    """Put ``mark`` in the place of the largest region around each state that computes what ``op`` does.
+
+    Args:
+        roles_of: yields what the inputs of a region may be to the op.
+        dims: numbers of dimensions that the op's state may have.
+        summed: the dimension of a state that its result does not have.
+    """
+    states = [each for found in recording.states for each in found if recording.fact(each).dim() in dims]
+    if not states:
+        return
     borders, known = Borders(recording), {}
     found: list[tuple[Region, _Roles]] = []
-    for state in [register for states in recording.states for register in states]:
-        best = None
-        for region in borders.regions(state):
+    for state in states:
+        shape = recording.fact(state).shape
+        for region in borders.regions(state, math.prod(shape) // shape[summed]):
             if len(region.calls) > _MOST_CALLS:
-                break
+                continue
             sources = [state, *region.inputs, region.result]
             strides = tuple(each.stride() for each in region.parameters)
             key = structure_of(recording, sources, [], region.calls), strides
             if key not in known:
                 known[key] = _tried(recording, region, op, roles_of)
             if known[key] is not None:
-                best = region, known[key]
-        if best is not None:
-            found.append(best)
+                found.append((region, known[key]))
+                break
     instead: dict[int, list[Call]] = {}
     producers = recording.producers()
     for region, roles in found:
@@ -135,14 +150,12 @@ class _Shapes:
         batch: number of sequences.
         state: shape of the state.
         inputs, parameters: number of elements of each.
-        result: number of elements of the result.
     """
 
     batch: int
     state: tuple[int, ...]
     inputs: list[int]
     parameters: list[int]
-    result: int
 
 
 def _tried(
@@ -155,7 +168,7 @@ def _tried(
         return None
     shapes = _Shapes(
         recording.batch, tuple(state.shape), [each.numel() for each in facts],
-        [_held(each).numel() for each in region.parameters], result.numel(),
+        [_held(each).numel() for each in region.parameters],
     )  # fmt: skip
     possible = list(itertools.islice(roles_of(shapes), 1000))
     if not possible:
@@ -249,11 +262,9 @@ def _parameter(place: int | None, *shape: int) -> _Given | None:
 
 
 def _convolution_roles(shapes: _Shapes) -> Iterator[_Roles]:
-    if len(shapes.state) != 3:
-        return
     batch, channels, width = shapes.state
     row = batch, channels
-    if not 1 <= len(shapes.inputs) <= 3 or {*shapes.inputs, shapes.result} != {batch * channels}:
+    if not 1 <= len(shapes.inputs) <= 3 or {*shapes.inputs} != {batch * channels}:
         return
     gates = [(), ("input_gate",), ("output_gate",), ("input_gate", "output_gate")]
     for weight, bias in _parameters(shapes, channels * width, channels):
@@ -266,12 +277,8 @@ def _convolution_roles(shapes: _Shapes) -> Iterator[_Roles]:
 
 
 def _delta_roles(shapes: _Shapes) -> Iterator[_Roles]:
-    if len(shapes.state) != 4:
-        return
     batch, heads, k_dim, v_dim = shapes.state
     sizes = [size // batch for size in shapes.inputs]
-    if shapes.result != batch * heads * v_dim:
-        return
     key = lambda place: sizes[place] % k_dim == 0 and heads % max(1, sizes[place] // k_dim) == 0  # noqa: E731
     decay = lambda place: sizes[place] in (heads, heads * k_dim)  # noqa: E731
     value, beta = (lambda place, size=size: sizes[place] == size for size in (heads * v_dim, heads))
@@ -292,13 +299,9 @@ def _delta_roles(shapes: _Shapes) -> Iterator[_Roles]:
 
 
 def _space_roles(shapes: _Shapes) -> Iterator[_Roles]:
-    if len(shapes.state) not in (3, 4):
-        return
     batch, *heads_of, head_dim, state_size = shapes.state
     heads = math.prod(heads_of)
     sizes = [size // batch for size in shapes.inputs]
-    if shapes.result != batch * heads * head_dim:
-        return
     row = batch, heads, head_dim
     group = lambda place: sizes[place] % state_size == 0 and heads % max(1, sizes[place] // state_size) == 0  # noqa: E731
     whole = lambda place: sizes[place] == heads * head_dim  # noqa: E731

@@ -58,7 +58,7 @@ def constants(recording: Recording, model: nn.Module) -> None:
         if not read and any(word in str(call.op) for word in _NEW_EACH_TIME):
             continue
         arguments = {name: _known(each, values) for name, each in call.arguments.items()}
-        if any(True for each in arguments.values() for _ in registers_in(each)):
+        if any(registers_in(each) for each in arguments.values()):
             continue
         op, ordered = bound(call.op, arguments)
         with torch.no_grad(), torch.inference_mode(False):
