@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 8 benchmarks/bench_ranks.py --csv
     torchrun --nproc-per-node 2 benchmarks/bench_ranks.py --models qwen3-30b-a3b --context 128 --whole-experts
 
-A model is ``name``, ``name:weights`` or ``name:weights:layers``, the first layers alone; weights are ``bf16`` or a format of
-``patch(weights=)``. Its weights are random. ``% of N R`` is the share of the time that it would take all GPUs to read
-their weights and their part of the cache once, at the bandwidth R that is measured first; of a mixture's experts, the
-chosen ones, as if all ranks had equally many. All ranks have to choose equal tokens. Before that, a small model in
-float32 has to give the tokens of one GPU. NVLink multicast is off.
+A model is ``name``, ``name:weights`` or ``name:weights:layers``, the first layers alone; weights are ``bf16`` or a
+format of ``patch(weights=)``. Its weights are random. ``% of N R`` is the share of the time that it would take all GPUs
+to read their weights and their part of the cache once, at the bandwidth R that is measured first; of a mixture's
+experts, the chosen ones, as if all ranks had equally many. All ranks have to choose equal tokens. Before that, a small
+model in float32 has to give the tokens of one GPU. NVLink multicast is off.
 """
 
 from __future__ import annotations

@@ -88,14 +88,19 @@ def build_spread_model(
     dtype: torch.dtype,
     seed: int = 0,
     has_whole_experts: bool = False,
+    **changes: Any,
 ) -> PreTrainedModel:
     """Build the model of shape ``name`` with random weights over all processes, as a ``tp_plan`` spreads it.
 
     Args:
         has_whole_experts: each rank has some experts as a whole instead of a part of each.
+        changes: other values of its config.
     """
+    config = shape(name).build_config()
+    for key, value in changes.items():
+        setattr(config, key, value)
     with no_model():
-        model = AutoModelForCausalLM.from_config(shape(name).build_config(), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = compat.spread_over_ranks(model, has_whole_experts)
     generator = torch.Generator(device).manual_seed(seed)  # what every rank has whole is equal on all
     for module in model.modules():
