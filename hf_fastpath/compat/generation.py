@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -143,9 +146,30 @@ def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: di
     return input_ids[:, past_len:] if covered == input_ids.shape[1] else input_ids
 
 
+class _FoldedRows(TorchFunctionMode):
+    """Gives products of 16 bits on the CPU two dimensions where their rows are a slice.
+
+    Of a prompt the head is given the last token alone, ``x[:, -1:]``. PyTorch folds such rows only if their strides are
+    those of a whole tensor; else a head of 248,320 tokens and 2,560 features takes 5.4 seconds instead of 0.07.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not nn.functional.linear or not args or not _is_slice(args[0]):
+            return func(*args, **kwargs)
+        rows, *others = args
+        return func(rows.flatten(0, -2), *others, **kwargs).unflatten(0, rows.shape[:-1])
+
+
+def _is_slice(x: torch.Tensor) -> bool:
+    is_short = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
+    return is_short and x.dim() > 2 and x.stride(-3) != x.shape[-2] * x.stride(-2)
+
+
 def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> Any:
     """Run the prompt as ``GenerationMixin._sample`` does."""
-    return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+    with _FoldedRows() if input_ids.device.type == "cpu" else nullcontext():
+        return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 
 def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len: int, model_kwargs: dict) -> Any:
