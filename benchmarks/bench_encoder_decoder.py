@@ -89,6 +89,7 @@ def measured(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
     stock, whole = timed()
     patched = measure.seconds(lambda: hf_fastpath.patch(model, quiet=True), device)
     first = measure.seconds(lambda: call(2), device)
+    measure.wait_for_pages(model)
     ours, our_whole = timed()
     return measure.environment(device) | dict(
         size=size,

@@ -167,6 +167,8 @@ def measured(size: Size, layers: int | None, arguments: argparse.Namespace) -> d
     first = measure.seconds(lambda: generate(model, inputs, 2), device)
     text_model = shapes.build_model(size.text + (f":{layers}" if layers else ""), device, dtype)
     hf_fastpath.patch(text_model, quiet=True)
+    for each in (model, text_model):
+        measure.wait_for_pages(each)
     batch, context = inputs["input_ids"].shape
     ids = shapes.prompt(text_model, batch, context)
     text = partial(generate, text_model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})

@@ -20,6 +20,7 @@ import hf_fastpath
 from ..cache.states import copy_states
 from ..compat import CACHE, LinearAttentionLayer
 from ..patching.state import state_of
+from .measure import wait_for_pages
 
 #: name of the engine that is a separate program
 LLAMA_CPP = "llama.cpp"
@@ -136,6 +137,7 @@ def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
             stack.enter_context(_attention(model, "unmasked_sdpa"))
         elif patches:
             stack.enter_context(hf_fastpath.patched(model, quiet=True))
+        wait_for_pages(model)
         yield generate
 
 

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
 
 import hf_fastpath
+
+from ..patching.state import state_of
 
 _ROOT = Path(__file__).resolve().parents[2]
 IS_CHECKOUT = (_ROOT / "benchmarks" / "bench_generate.py").is_file()
@@ -50,6 +53,13 @@ def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def wait_for_pages(model: nn.Module) -> None:
+    """Wait until ``patch()`` has moved a model's weights into huge pages, which change the speed of what follows."""
+    state = state_of(model)
+    if state is not None and state.huge_pages is not None:
+        state.huge_pages.wait()
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:

@@ -129,6 +129,8 @@ _PATIENCE = 60.0
 #: seconds for which patch() and unpatch() keep the door closed to new calls at a time, at first and at most; the door
 #: opens again because a call that already runs may wait for one that is kept out
 _CLOSED, _CLOSED_LONGEST = 0.05, 2.0
+#: seconds for which patch() waits for weights to lie in huge pages: small models are there when it returns
+_SMALL_MOVE = 0.3
 #: seconds between two looks at other threads
 _PAUSE = 0.002
 
@@ -201,10 +203,9 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
     if ledger.replaced:
         ledger.bind(model, "save_pretrained", no_saving)
     if loader.is_native("cpu"):
-        with nullcontext() if quiet else announced("moving the weights into pages of 2 MB"):
-            state.huge_page_bytes = huge_pages.move_into(
-                [*model.parameters(), *(each.packed.quants for each in ledger.replaced)]
-            )
+        weights = [*model.parameters(), *(each.packed.quants for each in ledger.replaced)]
+        state.huge_pages = huge_pages.Move(weights)
+        state.huge_pages.wait(_SMALL_MOVE)
     keep_recording(plan, state)
     if not quiet:
         print(report(model))
@@ -284,4 +285,5 @@ def report(model: nn.Module) -> Report:
     if state is None or state.decided is None:
         raise ValueError(f"this {type(model).__name__} is not patched: call hf_fastpath.patch(model) first")
     part = state.plans.part_of(model) if state.loop_reason is None else None
-    return Report.of(state.decided, part, state.stats, state.huge_page_bytes)
+    moved = 0 if state.huge_pages is None else state.huge_pages.num_bytes
+    return Report.of(state.decided, part, state.stats, moved)

@@ -40,7 +40,8 @@ class Report:
         details: "part: reason code", and "loop: reason code" -> the modules with their classes, the arguments or the
             settings that the reason is about.
         kernels: the kernels that serve each device.
-        huge_page_bytes: bytes of parameters in host memory that lie in pages of 2 MB.
+        huge_page_bytes: bytes of parameters in host memory that lie in pages of 2 MB so far: a thread moves large
+            models there behind ``patch()``.
         host_bytes: bytes of weights that a step copies from host memory to a GPU.
         page_locked_bytes: bytes of host memory that the process has page-locked for that now, for all models.
         stats: counters since ``patch()``: fast and fallback tokens, reasons, tokens per second.

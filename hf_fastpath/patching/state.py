@@ -16,6 +16,7 @@ from ..decode.patched import STATE_KEY
 from ..decode.plan_cache import PlanCache
 from ..errors import FallbackError
 from ..forks import after_fork
+from ..native.huge_pages import Move
 from ..options import Options
 from ..stats import Stats
 from .ledger import Ledger
@@ -41,7 +42,7 @@ class PatchState:
         plans: decode plans and programs.
         stats: what has happened since.
         enabled: False while ``verify`` compares with stock code.
-        huge_page_bytes: bytes of the parameters in host memory that were moved into pages of 2 MB.
+        huge_pages: what moves the weights in host memory into pages of 2 MB, or None.
         lost: why ``unpatch()`` cannot bring the model's own weights back, or None.
         door: the lock that calls of ``generate()`` pass; patch() and unpatch() hold it while they change the model.
         waiting: threads that wait at the door and are not in yet.
@@ -53,7 +54,7 @@ class PatchState:
     plans: PlanCache = field(default_factory=PlanCache)
     stats: Stats = field(default_factory=Stats)
     enabled: bool = True
-    huge_page_bytes: int = 0
+    huge_pages: Move | None = None
     lost: str | None = None
     door: Any = field(default_factory=threading.RLock)
     waiting: set[int] = field(default_factory=set)

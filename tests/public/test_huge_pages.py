@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import re
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from models import CPU, build, require_native
+from models import CPU, SHORT, build, prompt, require_native
 
 import hf_fastpath
 from hf_fastpath.native import huge_pages
+from hf_fastpath.patching.state import state_of
 
 
 def huge_bytes(tensor: torch.Tensor) -> int:
@@ -28,7 +33,7 @@ def huge_bytes(tensor: torch.Tensor) -> int:
 def huge_pages_given():
     require_native(CPU)
     probe = torch.ones(16 << 20, dtype=torch.uint8)
-    if not huge_pages.move_into([probe]):
+    if not huge_pages.Move([probe]).wait():
         pytest.skip("this kernel gives no huge pages")
 
 
@@ -37,13 +42,20 @@ def wide(**changes):
     return build("llama", vocab_size=1 << 17, **changes)
 
 
+def patched(model):
+    """Patch a model, and wait until its weights are moved."""
+    hf_fastpath.patch(model, quiet=True)
+    state_of(model).huge_pages.wait()
+    return model
+
+
 def test_weights_are_moved(huge_pages_given):
     model = wide()
     weight = model.get_input_embeddings().weight
     before = weight.detach().clone()
     address, held = weight.data_ptr(), huge_bytes(weight)
     assert weight.nbytes >= 8 * huge_pages.PAGE_BYTES
-    hf_fastpath.patch(model, quiet=True)
+    patched(model)
     assert huge_bytes(weight) >= held + weight.nbytes - 2 * huge_pages.PAGE_BYTES
     assert weight.data_ptr() == address and torch.equal(weight, before)
     report = hf_fastpath.report(model)
@@ -52,14 +64,13 @@ def test_weights_are_moved(huge_pages_given):
 
 
 def test_tied_weights_count_once(huge_pages_given):
-    model = wide(tie_word_embeddings=True)
-    hf_fastpath.patch(model, quiet=True)
+    model = patched(wide(tie_word_embeddings=True))
     assert hf_fastpath.report(model).huge_page_bytes <= model.get_input_embeddings().weight.nbytes + (1 << 22)
 
 
 def test_a_refusal_changes_nothing(monkeypatch):
     monkeypatch.setattr(huge_pages, "_madvise", lambda *advice: False)
-    model = hf_fastpath.patch(wide(), quiet=True)
+    model = patched(wide())
     report = hf_fastpath.report(model)
     assert report.huge_page_bytes == 0 and report.loop == "fast" and "pages of 2 MB" not in str(report)
 
@@ -69,7 +80,8 @@ def test_only_whole_pages_inside_are_asked_for(monkeypatch):
     monkeypatch.setattr(huge_pages, "_madvise", lambda *advice: not asked.append(advice))
     tensor = torch.empty(9 << 20, dtype=torch.uint8)
     first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    moved = huge_pages.move_into([tensor[5:], tensor, torch.empty(1000)])
+    small = torch.empty(1000)
+    moved = huge_pages.Move([tensor[5:], tensor, small]).wait()
     (address, num_bytes, _) = asked[0]
     assert len(asked) == 1 and moved == num_bytes
     assert address % huge_pages.PAGE_BYTES == num_bytes % huge_pages.PAGE_BYTES == 0
@@ -78,5 +90,25 @@ def test_only_whole_pages_inside_are_asked_for(monkeypatch):
 
 def test_other_tensors_are_left_alone(monkeypatch):
     monkeypatch.setattr(huge_pages, "_madvise", lambda *advice: pytest.fail("asked for memory that is not ours"))
-    assert huge_pages.move_into([torch.empty(1 << 24, device="meta")]) == 0
+    elsewhere = torch.empty(1 << 24, device="meta")
+    assert huge_pages.Move([elsewhere]).wait() == 0
     huge_pages.ask_for(torch.empty(1 << 24, device="meta"))
+
+
+def test_patch_does_not_wait_for_large_models(monkeypatch):
+    """Tokens are right while weights are moved, and a model that is let go of is gone with the move under way."""
+    may_move = threading.Event()
+    monkeypatch.setattr(huge_pages, "_madvise", lambda *advice: may_move.wait(60))
+    stock = wide()
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    moving = state_of(ours).huge_pages
+    try:
+        assert hf_fastpath.report(ours).huge_page_bytes == 0
+        assert torch.equal(ours.generate(prompt(CPU), **SHORT), stock.generate(prompt(CPU), **SHORT))
+        head = weakref.ref(ours.lm_head.weight)
+        del ours
+        gc.collect()
+        assert head() is None, "the thread keeps what it is not at"
+    finally:
+        may_move.set()
+    assert 0 < moving.wait() <= stock.get_input_embeddings().weight.nbytes

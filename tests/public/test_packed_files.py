@@ -396,7 +396,7 @@ def test_a_late_fault_leaves_the_model_as_it_was(meta, tmp_path, monkeypatch):
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(huge_pages, "move_into", stop)
+    monkeypatch.setattr(huge_pages, "Move", stop)
     model = on_meta(tmp_path) if meta else build("llama", seed=1)
     before = {name: (dict(m._parameters), dict(m._modules), dict(m._buffers)) for name, m in model.named_modules()}
     with pytest.raises(KeyboardInterrupt):
