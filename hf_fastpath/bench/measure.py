@@ -18,8 +18,7 @@ import transformers
 from torch import nn
 
 import hf_fastpath
-
-from ..patching.state import state_of
+from hf_fastpath.patching.state import state_of
 
 _ROOT = Path(__file__).resolve().parents[2]
 IS_CHECKOUT = (_ROOT / "benchmarks" / "bench_generate.py").is_file()

@@ -105,7 +105,8 @@ def why_not_quantized(
     why = reason or "class_not_supported" if part is None else part.reason()
     if why is not None:
         return f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
-    if any(style_of(linear) in _TO_ALL_RANKS for layer in part.layers for linear in layer.projections()):
+    linears = () if part.ranks is None else (each for layer in part.layers for each in layer.projections())
+    if any(style_of(linear) in _TO_ALL_RANKS for linear in linears):
         return (
             f"{wanted} takes a model whose ranks keep the features that they make; this one's tp_plan has "
             f"{' and '.join(style.value for style in _TO_ALL_RANKS)}: load the model whole"
