@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .. import compat
@@ -33,24 +32,6 @@ def shape(name: str) -> ModelShape:
 # ---- models -----------------------------------------------------------------------------------------------
 
 
-class _SkipInit(TorchFunctionMode):
-    """Leaves memory alone where a module would initialize it, because build_model draws everything once."""
-
-    _SKIPPED = (
-        "normal_",
-        "uniform_",
-        "trunc_normal_",
-        "kaiming_uniform_",
-        "kaiming_normal_",
-        "xavier_uniform_",
-    )
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__name__", "") in self._SKIPPED:
-            return args[0] if args else kwargs.get("tensor")
-        return function(*args, **(kwargs or {}))
-
-
 def build_model(name: str, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
     """Build the model of shape ``name`` as :func:`build_of_config` does."""
     return build_of_config(shape(name).build_config(), device, dtype, seed)
@@ -68,8 +49,9 @@ def build_of_config(
     Matrices, embeddings and biases are normal with ``WEIGHT_STD``, norm weights are 1. None are zeros, which some
     hardware multiplies faster.
     """
-    with torch.device(device), _SkipInit():
+    with torch.device(device), compat.no_init_weights():
         model = factory.from_config(config, dtype=dtype)
+    model.tie_weights()  # which is a part of what is left out
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -101,6 +83,7 @@ def build_spread_model(
         setattr(config, key, value)
     with no_model():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
     model = compat.spread_over_ranks(model, has_whole_experts)
     generator = torch.Generator(device).manual_seed(seed)  # what every rank has whole is equal on all
     for module in model.modules():
@@ -131,7 +114,7 @@ def prompt(model: PreTrainedModel, batch: int, length: int, seed: int = 1) -> to
 @contextlib.contextmanager
 def no_model() -> Iterator[None]:
     """Allocate no memory inside the block, to count the bytes of a model that need not exist."""
-    with torch.device("meta"), _SkipInit():
+    with torch.device("meta"), compat.no_init_weights():
         yield
 
 

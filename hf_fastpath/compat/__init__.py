@@ -113,6 +113,7 @@ from .models import (
     known_positions,
     layer_config,
     model_of_config,
+    no_init_weights,
     outputs_are_captured,
     put_layer_entries,
     rotation_function,

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, activations
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation import GenerationMixin
+from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
@@ -28,7 +29,7 @@ if torch.distributed.is_available():
 else:  # no object is an instance of these
     DTensor = FullyShardedDataParallel = ()
 
-__all__ = ["Conv1D"]
+__all__ = ["Conv1D", "no_init_weights"]
 
 
 _ACTIVATIONS: dict[type, Activation] = {
