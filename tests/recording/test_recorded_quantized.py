@@ -6,15 +6,19 @@ import copy
 
 import pytest
 import torch
+import transformers
 from causal_lm_types import VOCAB, small_model
 from models import CPU, counting, require_native, without_one_call
 from parity import assert_same_tokens
 from quantized import packed_in, with_dequantized
 
 import hf_fastpath
+from hf_fastpath.compat import CACHE
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.quantization import FORMATS, replacing
 
+#: types that are not recorded before transformers 5.24: one takes its cache by another name, one needs four heads
+NOT_BEFORE = {"mamba2", "codegen"}
 GREEDY = dict(max_new_tokens=12, do_sample=False)
 #: type -> what there is none of in the families with a file
 TYPES = {
@@ -39,8 +43,15 @@ def prompt(batch: int, device: torch.device) -> torch.Tensor:
     return torch.randint(3, VOCAB, (batch, 9), generator=torch.Generator().manual_seed(0)).to(device)
 
 
+def need(model_type: str) -> None:
+    require_native(CPU)
+    if model_type in NOT_BEFORE and CACHE != "cache":
+        pytest.skip(f"{model_type} is not recorded in transformers {transformers.__version__}")
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_decodes_as_the_dequantized_model(model_type, device):
+    need(model_type)
     require_native(device)
     format = list(FORMATS)[list(TYPES).index(model_type) % len(FORMATS)]
     stock = small_model(model_type).to(device)
@@ -84,7 +95,7 @@ def test_products_of_a_layer(model_type, of_a_layer, monkeypatch):
 
 
 def test_a_head_whose_weight_the_model_reads():
-    require_native(CPU)
+    need("mamba2")
     ours = small_model("mamba2")
     with pytest.raises(ValueError, match="lm_head='int8': the model's own code .*self.lm_head.weight.dtype"):
         hf_fastpath.patch(ours, weights="int8", lm_head="int8", quiet=True)
