@@ -29,8 +29,7 @@ class HeadsCall {
     check(tensor, name, sizes);
     STD_TORCH_CHECK(dtype_of(tensor, op_) == dtype_, "hf_fastpath::", op_, ": ", name,
                     " differs in dtype: cast it");
-    const bool dense = tensor.dim() == 2 || tensor.size(2) <= 1 || tensor.stride(2) == 1;
-    kept_.push_back(dense ? tensor : torch::stable::contiguous(tensor));
+    kept_.push_back(tensor.dim() == 2 ? tensor : dense_rows(tensor));
     const Tensor& view = kept_.back();
     return {view.const_data_ptr(), view.stride(0), view.stride(1)};
   }
@@ -46,8 +45,7 @@ class HeadsCall {
     check(*tensor, name, {one ? 1 : batch, elements});
     STD_TORCH_CHECK(dtype_of(*tensor, op_) == dtype_, "hf_fastpath::", op_, ": ", name,
                     " differs in dtype: cast it");
-    const bool dense = elements <= 1 || tensor->stride(1) == 1;
-    kept_.push_back(dense ? *tensor : torch::stable::contiguous(*tensor));
+    kept_.push_back(dense_rows(*tensor));
     return {kept_.back().const_data_ptr(), one ? 0 : kept_.back().stride(0), 0};
   }
 

@@ -83,8 +83,8 @@ struct Chunk {
                  : "l"(p));
     return v;
   }
-  // The same, and L2 gives it up before anything else: many megabytes would drive out what the next kernels read
-  // in each layer, their code among it.
+  // The same, and L2 gives it up before anything else: many megabytes would drive out what the next kernels
+  // read in each layer, their code among it.
   static __device__ __forceinline__ Raw load_once(const T* p) {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));  // one for all loads

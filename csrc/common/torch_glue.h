@@ -88,6 +88,12 @@ inline Tensor contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
+// The tensor itself when its rows are, of one or more dimensions; else a copy.
+inline Tensor dense_rows(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  return tensor.size(last) <= 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
 // The tensor itself where it is contiguous and starts at a multiple of 16 bytes, else a copy.
 inline Tensor aligned(const Tensor& tensor) {
   const Tensor whole = hf_fastpath::contiguous(tensor);

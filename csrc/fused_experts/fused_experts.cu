@@ -262,9 +262,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   const auto load = [&](int u) {
     const int chunk = next_base + lane;
     const bool present = next < chosen.count && chunk < chunks;
-    raw[u] = present
-                 ? C::load_once(stack_row<T>(p.down, chosen.expert[next], n) + int64_t(chunk) * kElems)
-                 : C::zero();
+    raw[u] = present ? C::load_once(stack_row<T>(p.down, chosen.expert[next], n) + int64_t(chunk) * kElems)
+                     : C::zero();
   };
   const auto advance = [&](int& expert, int& from) {
     from += kWarpSize;

@@ -11,7 +11,7 @@ class HeadProductsCall {
  public:
   HeadProductsCall(const Tensor& x, const Tensor& weight, bool transposed, bool programmatic_launch)
       : call_(kOp, dtype_of(x, kOp)),
-        weight_(dense_rows(weight)),
+        weight_(rows_of(weight)),
         out(empty_like_with_sizes(x, out_sizes(x, weight, transposed))) {
     const int64_t batch = params.batch = x.size(0), heads = params.heads = x.size(1);
     const int64_t inputs = params.inputs = x.size(2), outputs = params.outputs = out.size(2);
@@ -30,9 +30,9 @@ class HeadProductsCall {
  private:
   static constexpr const char* kOp = "head_products";
 
-  static Tensor dense_rows(const Tensor& weight) {
+  static Tensor rows_of(const Tensor& weight) {
     STD_TORCH_CHECK(weight.dim() == 3, "hf_fastpath::head_products: weight has to have three dimensions");
-    return weight.size(2) <= 1 || weight.stride(2) == 1 ? weight : torch::stable::contiguous(weight);
+    return dense_rows(weight);
   }
   static std::vector<int64_t> out_sizes(const Tensor& x, const Tensor& weight, bool transposed) {
     STD_TORCH_CHECK(x.dim() == 3 && x.size(2) >= 1 && x.size(2) <= kMaxHeadInputs,

@@ -1,7 +1,6 @@
 // torch.ops.hf_fastpath.router_logits on a GPU: see hf_fastpath/ops/router_logits.py for the contract.
-#include "router_logits/router_logits.h"
-
 #include "common/cuda_glue.h"
+#include "router_logits/router_logits.h"
 #include "router_logits/router_logits_glue.h"
 
 namespace hf_fastpath {

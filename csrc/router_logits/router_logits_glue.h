@@ -10,11 +10,11 @@ namespace hf_fastpath {
 class RouterLogitsCall {
  public:
   RouterLogitsCall(const Tensor& x, const Tensor& weight, bool programmatic_launch)
-      : x_(hf_fastpath::contiguous(x)), weight_(dense_rows(weight)), out(empty_out(x, weight)) {
+      : x_(hf_fastpath::contiguous(x)), weight_(rows_of(weight)), out(empty_out(x, weight)) {
     params.dtype = dtype_of(x, kOp);
-    STD_TORCH_CHECK(dtype_of(weight, kOp) == params.dtype && weight.size(1) == x.size(x.dim() - 1) &&
-                        weight.size(1) >= 1,
-                    "hf_fastpath::router_logits: weight does not match x's features and dtype, or there is none");
+    STD_TORCH_CHECK(
+        dtype_of(weight, kOp) == params.dtype && weight.size(1) == x.size(x.dim() - 1) && weight.size(1) >= 1,
+        "hf_fastpath::router_logits: weight does not match x's features and dtype, or there is none");
     params.inputs = weight.size(1), params.outputs = weight.size(0);
     params.rows = x.numel() / params.inputs;
     params.x = x_.const_data_ptr(), params.weight = weight_.const_data_ptr();
@@ -26,9 +26,9 @@ class RouterLogitsCall {
  private:
   static constexpr const char* kOp = "router_logits";
 
-  static Tensor dense_rows(const Tensor& weight) {
+  static Tensor rows_of(const Tensor& weight) {
     STD_TORCH_CHECK(weight.dim() == 2, "hf_fastpath::router_logits: weight has to have two dimensions");
-    return weight.size(1) <= 1 || weight.stride(1) == 1 ? weight : torch::stable::contiguous(weight);
+    return dense_rows(weight);
   }
   static Tensor empty_out(const Tensor& x, const Tensor& weight) {
     STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::router_logits: x has to have a dimension");

@@ -8,9 +8,9 @@
 namespace hf_fastpath {
 
 struct RouterLogitsParams {
-  DType dtype;          // of x and weight
-  const void* x;        // [rows, inputs], contiguous
-  const void* weight;   // [outputs, inputs], rows weight_row_stride elements apart
+  DType dtype;         // of x and weight
+  const void* x;       // [rows, inputs], contiguous
+  const void* weight;  // [outputs, inputs], rows weight_row_stride elements apart
   int64_t weight_row_stride;
   float* out;  // [rows, outputs], contiguous
   int64_t rows, inputs, outputs;

@@ -20,11 +20,10 @@ from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded
 from ..recording import Recording, read_by
 from .attention import structure_of
+from .products import is_bare
 
 _aten = torch.ops.aten
 
-#: arguments of a product with nothing in front or behind
-_PRODUCT = {"x", "weight", "bias"}
 #: rows of scores that are compared
 _ROWS = 64
 #: experts, features and inner features of the experts that are compared
@@ -114,7 +113,7 @@ def router_logits(recording: Recording, model: nn.Module) -> None:
 
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
-        if call.op is not marks.linear or call.arguments["bias"] is not None or call.arguments.keys() > _PRODUCT:
+        if call.op is not marks.linear or call.arguments.get("norm") is not None or not is_bare(call):
             continue
         x, weight = before_cast(call.arguments["x"]), before_cast(call.arguments["weight"])
         if not isinstance(x, Register) or x.index in recording.mutated or type(weight) not in PLAIN_TENSORS:

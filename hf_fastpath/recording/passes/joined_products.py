@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ...choices import Activation
 from ...decode.named_calls import Call, Register
 from ...ops.joined_gemv import MAX_WEIGHTS
 from .. import marks
 from ..lowering import takes_product
 from ..recording import Recording
+from .products import is_bare
 
 _aten = torch.ops.aten
 
@@ -59,15 +59,11 @@ def _groups(calls: list[Call]) -> Iterator[list[Call]]:
 
 
 def _joins(recording: Recording, call: Call) -> bool:
-    """Whether a product is one of a matrix alone."""
+    """Whether the op takes a product beside others."""
     given, x = call.arguments, call.arguments["x"]
     if not isinstance(x, Register) or x.index in recording.mutated or not takes_product(recording, call):
         return False
-    if given["weight"].is_meta:  # it stands for a quantized one
-        return False
-    if any(given.get(name) is not None for name in ("bias", "residual")) or given.get("transposed"):
-        return False
-    return given.get("activation", Activation.NONE) == Activation.NONE
+    return is_bare(call) and not given["weight"].is_meta  # which stands for a quantized one
 
 
 def _joined(recording: Recording, calls: list[Call]) -> list[Call]:

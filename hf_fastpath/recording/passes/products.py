@@ -191,6 +191,14 @@ def _plain(weight: Any) -> bool:
     return type(weight) in PLAIN_TENSORS and weight.dim() == 2 and weight.dtype in FLOAT_DTYPES
 
 
+def is_bare(call: Call) -> bool:
+    """Whether a product is one with a matrix [out_features, in_features], and nothing is added or applied to it."""
+    given = call.arguments
+    if any(given.get(name) is not None for name in ("bias", "residual")) or given.get("transposed"):
+        return False
+    return given.get("activation", Activation.NONE) == Activation.NONE
+
+
 def gates(recording: Recording, model: nn.Module) -> None:
     """Pass: make one call of ``activation(x @ gate) * (x @ up)``, and of a product and the activation behind it."""
     producers, users = recording.producers(), recording.users()
@@ -239,7 +247,7 @@ def _alike(recording: Recording, one: Call, other: Call) -> bool:
         return False
     if one.arguments["x"].index != other.arguments["x"].index:
         return False
-    if any(each.arguments.get("transposed") or each.arguments.get("bias") is not None for each in (one, other)):
+    if not (is_bare(one) and is_bare(other)):
         return False
     return one.arguments["weight"].shape == other.arguments["weight"].shape
 
