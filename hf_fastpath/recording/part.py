@@ -15,6 +15,7 @@ from ..decode.named_calls import Emit
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program
+from ..decode.ranks import Ranks
 from ..decode.structure import MAX_BATCH
 from ..native import loader
 from ..ops.decode_attention import takes_head_dim
@@ -79,8 +80,8 @@ class RecordedPart:
     rope_kinds: tuple = ()
     is_cast_down = False
     is_recorded = True
-    ranks = None  # a model that is spread over processes is not recorded
-    host_weights: tuple = ()  # nor is one that is offloaded
+    ranks: Ranks | None = None  # see .spread_part
+    host_weights: tuple = ()  # a model that is offloaded is not recorded
     sources: tuple = ()
 
     def __init__(self, architecture: Recorded, module: nn.Module):

@@ -55,7 +55,7 @@ def difference(part: Any, plans: PlanCache) -> float:
     """Return mean|ours - stock| of logits over mean|stock|, of random tokens and, if the model has an encoder, behind a
     random output of it; of a model with experts the smallest of a few steps, since a router may choose otherwise
     between two experts whose scores are equal but for rounding."""
-    model, device = part.module, part.embedding.weight.device
+    model, device = part.source, part.embedding.weight.device
     attention = _WideAttention() if device.type == "cuda" else nullcontext()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(part.vocab_size, (1, _PROMPT + _STEPS), generator=generator, device="cpu").to(device)

@@ -12,7 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import compat
+from ..compat import ShardStyle
 from ..decode.named_calls import Call, Register
+from ..decode.rank_calls import shard_of, style_of
 from . import marks
 from .latent import Expansion
 from .probing import evaluate
@@ -311,6 +313,8 @@ class Recorder:
         with self.quiet():
             out = torch.empty_like(hidden_states)
         given = dict(x=hidden_states, ids=top_k_index, weights=top_k_weights)
+        if style_of(real) in (ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS):
+            given["first_expert"] = shard_of(real).first
         self.emit(marks.other_experts, given | {"module": real}, out)
         return out
 
