@@ -270,8 +270,9 @@ class RecordedPart:
         return None
 
     def _not_recorded(self, error: Exception, where: str = "") -> Cause:
-        what = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
-        return Cause("not_recorded", f"{where}{what}", self.module)
+        is_known = isinstance(error, Unrecordable)
+        what = str(error) if is_known else f"{type(error).__name__}: {error}"
+        return Cause(error.code if is_known else Unrecordable.code, f"{where}{what}", self.module)
 
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
         """Return why the recorded step is not used though there is one, or None: it cannot be recorded for so many
@@ -335,7 +336,7 @@ class RecordedPart:
 
     def _tensors_reason(self) -> str | None:
         parameters = list(self.module.parameters())
-        if any(compat.is_sharded(each) for each in parameters):
+        if any(map(compat.is_sharded, parameters)):
             return Cause("sharded", module=self.module)
         odd = next((each for each in parameters if type(each) not in PLAIN_TENSORS), None)
         if odd is not None:

@@ -43,7 +43,7 @@ def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, 
         with skeleton.lock:
             return _record(noting, batch, query_len, arguments or {})
     except Unrecordable as error:
-        raise Unrecordable(f"{error}{_where(error)}") from None
+        raise type(error)(f"{error}{_where(error)}") from None
     except Exception as error:
         raise Unrecordable(_said(error, noting)) from error
     finally:
