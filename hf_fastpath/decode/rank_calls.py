@@ -52,8 +52,8 @@ def style_of(module: nn.Module) -> ShardStyle | None:
 
 
 def summed(x: torch.Tensor, residual: torch.Tensor | None, shard: Shard) -> torch.Tensor:
-    """Return the sum of ``x`` over all ranks, plus ``residual``; ``x`` is overwritten."""
-    total = shard.ranks.sum(x)
+    """Return the sum of ``x`` over all ranks, plus ``residual``; ``x`` may be overwritten."""
+    total = shard.ranks.sum(x.contiguous())
     return total if residual is None else residual + total
 
 

@@ -79,7 +79,8 @@ def _shard(module: nn.Module, style: ShardStyle | None, ranks: Ranks, dtype: tor
         if stacks is None:
             return None
         down = stacks.tensors[stacks.roles["down_weight"]]
-        total, features = len(down), down.shape[2 if stacks.is_transposed else 1]
+        inner = compat.sharded_dim(down) if style is ShardStyle.EXPERTS and compat.is_sharded(down) else None
+        total, features = len(down), down.shape[3 - (inner or (1 if stacks.is_transposed else 2))]
     elif weight is None:  # quantized
         total = features = module.out_features
     else:
@@ -220,7 +221,8 @@ def _is_spread_as_said(module: nn.Module, style: ShardStyle) -> bool:
             return {*map(compat.sharded_dim, parameters.values())} == {0}
         up, down = (stacks.tensors[stacks.roles[role]] for role in ("gate_up_weight", "down_weight"))
         of_up = compat.halves_sharded_dim(up) if stacks.has_gate else compat.sharded_dim(up)
-        return len(parameters) == 2 and not stacks.is_transposed and of_up == 1 and compat.sharded_dim(down) == 2
+        is_inner = of_up in (1, 2) and compat.sharded_dim(down) == 3 - of_up  # 2 and 1 if they are transposed
+        return len(parameters) == 2 and stacks.is_concatenated and is_inner
     if style is ShardStyle.OWN:
         return all(compat.sharded_dim(each) is not None for each in parameters.values() if compat.is_sharded(each))
     for name, parameter in parameters.items():
