@@ -373,6 +373,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.sigmoid_gated: lambda self, call, x, gate: self._emit(
         ops.fused_swiglu.overload, gate=gate, up=x, activation=Activation.SIGMOID
     ),
+    marks.glu: lambda self, call, **arguments: self._emit(ops.fused_swiglu.overload, **arguments),
     marks.angles: Lowering._angles,
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,

@@ -192,6 +192,11 @@ def sigmoid_gated(x, gate):
     return x * torch.sigmoid(gate)
 
 
+def glu(gate, up, activation):
+    """Return ``activation(gate) * up``; the two may lie in one tensor side by side."""
+    return activated(gate, activation) * up
+
+
 def angles(tables, formula, dtype, pairs):
     """Return cos and sin out of what a model has computed of its positions, see ``passes.attention``."""
     raise NotImplementedError("angles are emitted as one call")

@@ -197,6 +197,10 @@ class RecordedPart:
     def source(self) -> nn.Module:
         return self.module
 
+    def owner(self, module: nn.Module) -> nn.Module:
+        """Return the module of :attr:`source` that a module of :attr:`module` stands for."""
+        return module
+
     @property
     def num_embeddings(self) -> int:
         return len(self.embedding.weight)

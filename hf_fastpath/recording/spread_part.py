@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 
-import torch
 from torch import nn
 
 from .. import compat
 from ..compat import ShardStyle
+from ..decode.local_models import owner_of
 from ..decode.modules import is_packed
 from ..decode.plan_cache import PlanCache
 from ..decode.rank_calls import gathered, shard_of, summed
@@ -35,6 +35,9 @@ class SpreadPart(RecordedPart):
     @property
     def source(self) -> nn.Module:
         return self.whole
+
+    def owner(self, module: nn.Module) -> nn.Module:
+        return owner_of(self.whole, self.module, module)
 
     @property
     def num_embeddings(self) -> int:

@@ -21,7 +21,7 @@ from processes import (
     tokens_of,
     with_whole_kv,
 )
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import hf_fastpath
@@ -53,6 +53,10 @@ def _equal_tokens(rank: int, folder: Path) -> None:
         assert hf_fastpath.report(model).architecture == "recorded"
         hf_fastpath.unpatch(model)
         assert_same_instances(instances(model), before)
+    model = hf_fastpath.patch(spread(folder / "deepseek_v3"), weights="int8", quiet=True)
+    found, inputs = tokens_of(model, inputs), inputs | {"past_key_values": DynamicCache(config=model.config)}
+    assert_fast(model)
+    assert torch.equal(found, tokens_of(model, inputs)), "stock's forward, over quantized shards"
     model = spread(folder / "deepseek_v3", distributed_config=whole_experts(COUNT))
     assert_tokens(rank, model, whole(folder / "deepseek_v3"))
     assert_half_types(rank, folder / "glm4", whole(folder / "glm4"))
@@ -98,6 +102,8 @@ def _refused(rank: int, folder: Path) -> None:
     model = spread(folder / "glm4", distributed_config=with_whole_kv())
     with pytest.raises(UnsupportedModelError, match="sharded .*2 heads of a rank beside 2 KV heads of all ranks"):
         hf_fastpath.patch(model, quiet=True)
+    with pytest.raises(ValueError, match="has colwise_gather_output and rowwise_split_input"):
+        hf_fastpath.patch(spread(folder / "glm4"), weights="int8", quiet=True)
     rules = {"model.layers.*.mlp": "all_reduce", "model.layers.*.self_attn.q_proj": "replicate"}
     model = spread(folder / "glm4", distributed_config=DistributedConfig(tp_size=COUNT, tp_plan=rules))
     before = instances(model)

@@ -69,6 +69,7 @@ PASSES: tuple[Pass, ...] = (
     experts.router_logits,
     experts.routers,
     products.gates,
+    output_gates.gathered_gates,
     output_gates.output_gates,
     products.residuals,
     products.norms_in_front,
