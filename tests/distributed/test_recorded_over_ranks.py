@@ -104,7 +104,7 @@ def _refused(rank: int, folder: Path) -> None:
         hf_fastpath.patch(model, quiet=True)
     with pytest.raises(ValueError, match="has colwise_gather_output and rowwise_split_input"):
         hf_fastpath.patch(spread(folder / "glm4"), weights="int8", quiet=True)
-    rules = {"model.layers.*.mlp": "all_reduce", "model.layers.*.self_attn.q_proj": "replicate"}
+    rules = {"model.layers.*.mlp": "all_reduce"}
     model = spread(folder / "glm4", distributed_config=DistributedConfig(tp_size=COUNT, tp_plan=rules))
     before = instances(model)
     with pytest.raises(UnsupportedModelError, match="sharded .*layers.0.mlp is spread by AllReduceParallel"):
