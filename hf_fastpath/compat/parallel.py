@@ -32,6 +32,10 @@ else:  # no object is an instance of these
 _SUMS_OF_EXPERTS = ("AutoEP", "AllReduceEP", "AllToAllEP", "EpDispatchExpertsParallel")
 
 
+#: attributes of a spread model that hold its processes
+OF_PROCESSES = ("_device_mesh", "_mesh_manager")
+
+
 class ShardStyle(Enum):
     """How a module is spread over ranks; the values are transformers' names in a plan."""
 

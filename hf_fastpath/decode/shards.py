@@ -67,7 +67,8 @@ def _copy(
             parameters["bias"] = None  # the sum is to hold the bias once
     forward = vars(module).get("forward") if parallel is None else parallel.inner
     own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
-    return copied(module, children, None if own else forward, _parameters=parameters, **contents)
+    contents["_parameters"] = parameters
+    return copied(module, children, None if own else forward, leave_out=compat.OF_PROCESSES, **contents)
 
 
 def _shard(module: nn.Module, style: ShardStyle | None, ranks: Ranks, dtype: torch.dtype) -> Shard | None:

@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import compat
-from ..compat import ShardStyle
 from ..decode.named_calls import Call, Register
 from ..decode.rank_calls import shard_of, style_of
 from . import marks
@@ -23,6 +22,8 @@ from .skeleton import Skeleton, past_tokens
 
 _aten = torch.ops.aten
 
+#: ways to spread experts so that a rank has some as a whole
+_WHOLE_EXPERTS = (compat.ShardStyle.SOME_EXPERTS, compat.ShardStyle.PICKED_EXPERTS)
 #: tokens for which keys and values are made of a latent, to see how that is done
 _EXPANDED = 3
 #: the recorder that runs in this context
@@ -323,7 +324,7 @@ class Recorder:
         with self.quiet():
             out = torch.empty_like(hidden_states)
         given = dict(x=hidden_states, ids=top_k_index, weights=top_k_weights)
-        if style_of(real) in (ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS):
+        if style_of(real) in _WHOLE_EXPERTS:
             given["first_expert"] = shard_of(real).first
         self.emit(marks.other_experts, given | {"module": real}, out)
         return out
