@@ -30,8 +30,6 @@ else:  # no object is an instance of these
 #: what brings tokens to experts that ranks have whole, and adds up what these make of them; up to transformers 5.22 it
 #: was the style itself
 _SUMS_OF_EXPERTS = ("AutoEP", "AllReduceEP", "AllToAllEP", "EpDispatchExpertsParallel")
-
-
 #: attributes of a spread model that hold its processes
 OF_PROCESSES = ("_device_mesh", "_mesh_manager")
 

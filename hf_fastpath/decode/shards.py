@@ -132,7 +132,9 @@ class ShardedPart(LocalPart):
     def spread_reason(self) -> str | None:
         """Return why this way to spread the model is not covered, or None."""
         expected = {id(module): styles for module, styles in self._roles()}
-        found = spread_reason(self.whole, lambda name, style: expected.get(id(self.module.get_submodule(name))) is style)
+        found = spread_reason(
+            self.whole, lambda name, style: expected.get(id(self.module.get_submodule(name))) is style
+        )
         return found or self._heads_reason()
 
     def _roles(self) -> Iterator[tuple[nn.Module, ShardStyle]]:

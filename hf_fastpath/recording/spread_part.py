@@ -31,6 +31,7 @@ class SpreadPart(RecordedPart):
     def __init__(self, architecture: RecordedOverRanks, whole: nn.Module):
         super().__init__(architecture, local_model(whole, architecture.ranks))
         self.whole, self.ranks = whole, architecture.ranks
+        self._joint: dict[int, int] = {}  # number of sequences -> see _together()
 
     @property
     def source(self) -> nn.Module:
@@ -77,10 +78,12 @@ class SpreadPart(RecordedPart):
 
     def _together(self, batch: int) -> int:
         """Return a number for what ranks put together in a step of so many sequences, and in which order."""
-        recording = self.recording(batch, 1)
-        calls = (call for call in recording.calls if call.op in (summed, gathered))
-        facts = [(call.name, tuple(recording.fact(call.out).shape), recording.fact(call.out).dtype) for call in calls]
-        return zlib.crc32(repr(facts).encode())
+        if batch not in self._joint:
+            recording = self.recording(batch, 1)
+            found = [(each.name, recording.fact(each.out)) for each in recording.calls if each.op in (summed, gathered)]
+            facts = [(name, tuple(fact.shape), fact.dtype) for name, fact in found]
+            self._joint[batch] = zlib.crc32(repr(facts).encode())
+        return self._joint[batch]
 
 
 class RecordedOverRanks(Recorded):

@@ -56,7 +56,8 @@ def attention_config(others: dict[str, str], queries: dict[str, str]) -> Distrib
     """Return a config that spreads attention in part: rules change the model's plan or, in old releases, are it."""
     changes = "ep_size" in DistributedConfig.__dataclass_fields__
     rules = others | queries if changes else queries
-    return DistributedConfig(tp_size=2, tp_plan={f"model.layers.*.self_attn.{name}": style for name, style in rules.items()})
+    plan = {f"model.layers.*.self_attn.{name}": style for name, style in rules.items()}
+    return DistributedConfig(tp_size=COUNT, tp_plan=plan)
 
 
 def with_whole_kv() -> DistributedConfig:

@@ -1,4 +1,4 @@
-"""Models that no architecture file covers over two processes: each rank's step is recorded, and gives stock's tokens."""
+"""Models without an architecture file over two processes: each rank's step is recorded, and gives stock's tokens."""
 
 from __future__ import annotations
 

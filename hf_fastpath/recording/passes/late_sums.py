@@ -45,13 +45,19 @@ def _later(recording: Recording) -> dict[int, list[Call]]:
         else:
             continue
         sums = [alone(call.arguments[name]) for name in names]
-        if None in sums or call.out.index in recording.mutated:
+        if None in sums or call.out.index in recording.mutated or not _are_rows(recording, call.out, sums[0]):
             continue
         given = {name: each.arguments["x"] for name, each in zip(names, sums)}
         made = recording.call(call.op, recording.fact(call.out), **call.arguments | given)
         instead |= {id(each): [] for each in sums}
         instead[id(call)] = [made, Call(summed, sums[0].arguments | {"x": made.out}, call.out)]
     return instead
+
+
+def _are_rows(recording: Recording, out: Register, of: Call) -> bool:
+    """Whether a call gives rows of the features, and the dtype, that a sum over ranks has."""
+    made, fact = recording.fact(out), recording.fact(of.out)
+    return made.shape[-1:] == fact.shape[-1:] and made.dtype == fact.dtype
 
 
 def _are_alike(recording: Recording, call: Call) -> bool:

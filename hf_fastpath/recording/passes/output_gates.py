@@ -49,8 +49,8 @@ def gathered_gates(recording: Recording, model: nn.Module) -> None:
     def whole(register: Any) -> Any:
         """Return what gives the features of which a register is a part."""
         call = producers.get(getattr(register, "index", -1))
-        while call is not None and call.op in _PARTS:
-            call = producers.get(read_by(call)[0].index)
+        while call is not None and call.op in _PARTS and (read := read_by(call)):
+            call = producers.get(read[0].index)
         return call
 
     for call in recording.calls:
