@@ -14,6 +14,7 @@ from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.encoded import Encoded, Seen
 from ..decode.plan_cache import PlanCache
+from ..errors import RankError
 from ..reasons import Cause
 
 #: tokens of the prompt, and steps after it
@@ -102,6 +103,8 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
         allowed = min(_MOST, _TIMES * growth * max(part.architecture.twins_difference, least))
         try:
             found = difference(part, plans)
+        except RankError:  # no verdict: other ranks are lost
+            raise
         except Exception as error:  # nobody has tried this model's steps: anything may be raised
             part.verdict = (Cause("not_proven", f"{type(error).__name__}: {error}", part.module),)
             return part.verdict[0]
