@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from causal_lm_types import small_model
+from causal_lm_types import random_model, small_config
 from models import assert_same_instances, instances
 from processes import (
     COUNT,
@@ -31,8 +31,8 @@ from hf_fastpath.recording.spread_part import SpreadPart
 
 pytestmark = needs_processes
 #: what is special about a type's spread layers: gathered features and a part of them, states and gates, latents and
-#: experts beside shared ones
-TYPES = ("glm4", "qwen3_5_text", "deepseek_v3")
+#: experts beside shared ones; entries of configs besides, so that a kernel would take what is gathered at once
+TYPES = {"glm4": {}, "qwen3_5_text": dict(linear_num_value_heads=16), "deepseek_v3": {}}
 
 
 def whole(folder: Path) -> PreTrainedModel:
@@ -41,7 +41,10 @@ def whole(folder: Path) -> PreTrainedModel:
 
 def saved(folder: Path, *types: str) -> Path:
     for each in types:
-        small_model(each).save_pretrained(folder / each)
+        config = small_config(each)
+        for name, value in TYPES[each].items():
+            setattr(config, name, value)
+        random_model(config, AutoModelForCausalLM).save_pretrained(folder / each)
     return folder
 
 

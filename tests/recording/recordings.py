@@ -182,7 +182,9 @@ def _of_alike_ranks(call: Call) -> Callable[..., torch.Tensor]:
     """Give what a call computes if all ranks have the same."""
     count = call.arguments["shard"].ranks.size
     if call.op is gathered:
-        return lambda x, shard: torch.cat([x] * count, dim=-1)
+        return lambda x, shard, first_end=0, second_end=0: torch.cat(
+            [part for part in x.tensor_split((first_end, second_end), dim=-1) for _ in range(count)], dim=-1
+        )
     return lambda x, residual, shard: count * x + (0 if residual is None else residual)
 
 

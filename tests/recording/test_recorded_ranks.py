@@ -13,7 +13,7 @@ from torch.nn import functional
 from hf_fastpath.compat import ShardStyle
 from hf_fastpath.decode.rank_calls import SHARD_KEY, Shard, gathered, own_inputs, summed
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.passes import late_sums, passed, products, views
+from hf_fastpath.recording.passes import joined_products, late_sums, passed, products, views
 from hf_fastpath.recording.probing import evaluate
 
 COUNT = 2
@@ -21,9 +21,8 @@ COUNT = 2
 
 def spread(module: nn.Module, style: ShardStyle, total: int) -> nn.Module:
     """Make a module a shard of the second of two ranks."""
-    ranks = SimpleNamespace(rank=1, size=COUNT)
-    first = total // COUNT
-    vars(module)[SHARD_KEY] = Shard(ranks, style, first, total, WIDTH, torch.float32)
+    ranks, features = SimpleNamespace(rank=1, size=COUNT), len(module.weight)
+    vars(module)[SHARD_KEY] = Shard(ranks, style, total // COUNT, total, features, torch.float32)
     return module
 
 
@@ -84,6 +83,35 @@ def test_a_gate_of_gathered_features():
     assert recording.fact(whole.out).shape[-1] == 2 * WIDTH
     assert recording.fact(glu.out).shape[-1] == WIDTH and recording.fact(part.out).shape[-1] == WIDTH // COUNT
     assert not {"mul", "activated"} & set(names(recording))
+
+
+@pytest.mark.parametrize(("sizes", "ends"), (((16, 8, 24), (16, 24)), ((16, 8), (0, 16))))
+def test_what_one_product_gives_is_gathered_at_once(sizes, ends):
+    def step(m, x, *_):
+        return m.out(torch.cat([getattr(m, f"part{place}")(x) for place in range(len(sizes))], dim=-1))
+
+    parts = {f"part{n}": spread(linear(size), ShardStyle.GATHERED, COUNT * size) for n, size in enumerate(sizes)}
+    recording, model = recorded(step, **parts, out=linear(given=COUNT * sum(sizes)))
+    assert_same(recording, model, [joined_products.joined_products, joined_products.joined_gathers])
+    assert names(recording) == ["joined_linear", "gathered", *["slice"] * len(sizes), "cat", "linear"]
+    (call,) = calls_of(recording, gathered)
+    assert (call.arguments["first_end"], call.arguments["second_end"]) == ends
+    assert call.arguments["shard"].total == COUNT * call.arguments["shard"].features == COUNT * sum(sizes)
+
+
+@pytest.mark.parametrize("last", (4, 8))
+def test_gathers_of_odd_features_stay_apart(last):
+    """Of 4 features, which kernels do not send, and of one more than the other rank has."""
+
+    def step(m, x, *_):
+        return m.out(torch.cat((m.one(x), m.other(x)), dim=-1))
+
+    one = spread(linear(), ShardStyle.GATHERED, COUNT * WIDTH)
+    other = spread(linear(last), ShardStyle.GATHERED, COUNT * last - (last == 8))
+    given = sum(vars(each)[SHARD_KEY].total for each in (one, other))
+    recording, model = recorded(step, one=one, other=other, out=linear(given=given))
+    through(recording, model, [joined_products.joined_products, joined_products.joined_gathers])
+    assert len(calls_of(recording, gathered)) == 2
 
 
 def test_no_proof_asks_other_ranks():

@@ -74,6 +74,7 @@ PASSES: tuple[Pass, ...] = (
     products.residuals,
     products.norms_in_front,
     joined_products.joined_products,
+    joined_products.joined_gathers,
 )
 
 
