@@ -124,6 +124,7 @@ from .models import (
     text_decoder,
 )
 from .parallel import (
+    OF_PROCESSES,
     Parallel,
     ShardStyle,
     all_gather,
