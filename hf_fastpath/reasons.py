@@ -171,8 +171,8 @@ REASONS: dict[str, Reason] = {
     # the decode loop steps aside (decided at each generate())
     "paused": Reason("the patch is switched off for this call (verify)", "nothing to do: it comes back by itself"),
     "generation_mode": Reason(
-        "beam search of a model without an encoder, drafts for one that has an encoder, or drafts by an early exit, "
-        "with another tokenizer or an ensemble weight",
+        "beam search of a model spread over processes, drafts for a model that has an encoder, or drafts by an early "
+        "exit, with another tokenizer or an ensemble weight",
         "use num_beams=1, and an assistant of the model's vocabulary: other loops run over patched modules",
     ),
     "other_rank": Reason(

@@ -11,7 +11,8 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateEncoderDecoderOutput
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
+from transformers.utils import ModelOutput
 
 from .caches import CACHE
 from .models import can_generate, entry_of
@@ -136,9 +137,10 @@ def read_by_encoder(model: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor
     return torch.full((len(states), 1), start, device=states.device), states
 
 
-def text_output(logits: torch.Tensor, cache: EncoderDecoderCache) -> Seq2SeqLMOutput:
-    """Return [batch, count, vocab_size] logits as the forward of a model with an encoder gives them."""
-    return Seq2SeqLMOutput(logits=logits, **{CACHE: cache})
+def text_output(logits: torch.Tensor, cache: Cache) -> ModelOutput:
+    """Return [batch, count, vocab_size] logits as the forward of a model, which may have an encoder, gives them."""
+    kind = Seq2SeqLMOutput if isinstance(cache, EncoderDecoderCache) else CausalLMOutputWithPast
+    return kind(logits=logits, **{CACHE: cache})
 
 
 def encoded_length(model_kwargs: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Beam search of encoder-decoders: transformers' own loop chooses and reorders, and its steps are those of a plan."""
+"""Beam search: transformers' own loop chooses and reorders, and its steps are those of a plan."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..cache.encoder_decoder import for_stock
+from ..cache.encoder_decoder import FastpathEncoderDecoderCache, for_stock
 from .calls import Watch, for_patched_models, next_positions_of, runs_users_code, settling
 from .eligibility import step_aside_reason
 from .encoded import Encoded
 from .multimodal import Behind
 from .patched import Patched
 from .plan import DecodePlan
+from .structure import ModelPart
+
+
+def takes(part: ModelPart | None) -> bool:
+    """Whether plans make the steps of a beam search; ranks would have to agree on beams as well."""
+    return part is not None and part.ranks is None
 
 
 @for_patched_models
@@ -32,7 +38,7 @@ def search(
     """Do what ``GenerationMixin._beam_search`` does, with its arguments, while a patched model is alive."""
     given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus
     part = state.plans.part_of(model)
-    if part is None or not part.has_encoder:  # prepare_cache() has counted the call
+    if part is None or not takes(part):  # prepare_cache() has counted the call
         return original(model, *given, **model_kwargs)
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if reason is None:
@@ -50,7 +56,7 @@ class _Beams:
     """What stands for a model in transformers' beam search: one new token of every beam is a step of a plan, and all
     else is the model's.
 
-    The beams of a sentence attend to one output of the encoder. Its keys and values, which every beam has, therefore
+    The beams of a sentence attend to one output of an encoder. Its keys and values, which every beam has, therefore
     stay where they are when beams are reordered.
     """
 
@@ -72,11 +78,13 @@ class _Beams:
         whole = model_kwargs[compat.CACHE]
         started = time.perf_counter()
         try:
-            whole.is_alike_in_beams = True
-            with settling(whole.self_attention_cache, self._part):
+            if isinstance(whole, FastpathEncoderDecoderCache):
+                whole.is_alike_in_beams = True
+            with settling(compat.text_cache(whole), self._part):
                 result = original(self, *given, **model_kwargs)
         finally:
-            whole.is_alike_in_beams = False
+            if isinstance(whole, FastpathEncoderDecoderCache):
+                whole.is_alike_in_beams = False
             self._end()
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         tokens = sequences.numel() - self._prompt_len * len(sequences)
@@ -94,18 +102,19 @@ class _Beams:
     def __call__(self, **inputs: Any) -> Any:
         """Do as the model's forward for the arguments of ``prepare_inputs_for_generation``."""
         tokens, whole = inputs[compat.text_name(self._model, "input_ids")], inputs[compat.CACHE]
+        cache = compat.text_cache(whole)
         if self._watch is not None and self._watch.has_changed(tokens.device):
             self._end()
-            self._watch.look_again(tokens, whole.self_attention_cache)
+            self._watch.look_again(tokens, cache)
             self._part = self._watch.part
         if self._part is None:
             return self._model(**inputs)
-        cache = whole.self_attention_cache
         if self._plan is None:
             self._plan = self._state.plans.decode_plan(self._part, self._batch, cache)
             length = cache.get_seq_length()
             self._held = length if self._held is None else self._held
-            positions, encoded = self._positions + (length - self._held), Encoded.of(whole, self._seen)
+            positions = self._positions + (length - self._held)
+            encoded = Encoded.of(whole, self._seen) if self._part.has_encoder else None
             self._plan.begin(cache, positions, self._starts, encoded=encoded)
             self._begun = self._begun or time.perf_counter()
         else:

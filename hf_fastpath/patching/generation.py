@@ -33,7 +33,7 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     state.stats.new_call()
     part = state.plans.part_of(self) if state.loop_reason is None else None
     has_encoder = part is not None and part.has_encoder
-    by_plans = compat.is_sample_mode(generation_mode) or (has_encoder and compat.is_beam_mode(generation_mode))
+    by_plans = compat.is_sample_mode(generation_mode) or (compat.is_beam_mode(generation_mode) and beams.takes(part))
     if not (by_plans or (compat.is_assisted_mode(generation_mode) and state.generates)):
         state.fall_back(
             state.loop_reason or Cause("generation_mode", str(getattr(generation_mode, "value", generation_mode)))
