@@ -41,26 +41,45 @@ _SECTIONS = {
     "hy_v4_vl": [2, 1, 1],
     "paddleocr_vl": [2, 3, 3],
     "qwen2_5_vl": [4, 2, 2],
+    "qwen2_5_omni_thinker": [4, 2, 2],
     "qwen2_vl": [4, 2, 2],
+    "qwen3_omni_moe_thinker": [4, 2, 2],
     "qwen3_vl": [4, 2, 2],
 }
 _GLM = dict(image_start_token_id=VOCAB - 3, image_end_token_id=VOCAB - 4, video_token_id=VOCAB - 2)
 _GLM |= dict(video_start_token_id=VOCAB - 5, video_end_token_id=VOCAB - 6, vision_config=dict(image_size=56))
 _QWEN = dict(video_token_id=VOCAB - 2, vision_start_token_id=VOCAB - 3, vision_end_token_id=VOCAB - 4)
+_OMNI = dict(vision_start_token_id=VOCAB - 3, video_token_id=VOCAB - 2)
 #: entries that a type is given besides, as in ``causal_lm_types``
 _TYPES: dict[str, dict[str, Any]] = {
     "aya_vision": dict(vision_config=_SIGLIP),
     "chameleon": dict(vocabulary_map={"<image>": PLACE}),
     "cohere2_vision": dict(alignment_intermediate_size=64, vision_config=_SIGLIP),
     "deepseek_vl": dict(vision_config=_CLIP),
-    "emu3": dict(vocabulary_map={"<image>": PLACE}),
+    "deepseek_ocr2": dict(
+        vision_config=dict(sam_config=dict(image_size=_SIDE, global_attn_indexes=[1])),
+        text_config=dict(mlp_layer_types=["dense", "sparse"]),
+    ),
+    "emu3": dict(vocabulary_map={"<image>": PLACE}, vq_config=dict(base_channels=32)),
+    "fast_vlm": dict(vision_config=dict(architecture="test_convnext", hidden_size=64, model_args={})),
+    "florence2": dict(
+        vision_config=dict(embed_dim=[32] * 4, num_heads=[4] * 4, num_groups=[4] * 4, projection_dim=64)
+    ),
     "fun_asr_nano": dict(adaptor_config=dict(intermediate_size=16)),
     "glm46v": _GLM,
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
+    "gemma3n": dict(vision_config=dict(architecture="test_efficientnet")),
     "glm5_next": dict(text_config=dict(index_topk=16)),
+    "granite4_vision": dict(
+        vision_config=_CLIP, downsample_rate="1/2", deepstack_layer_map=[[0, 0]], spatial_target_layers=[0, 0, 1, 1]
+    ),
     "inkling2": dict(vision_config=dict(text_hidden_size=64)),
     "inkling2_loop": dict(vision_config=dict(text_hidden_size=64)),
+    "janus": dict(
+        vision_config=_CLIP | dict(projection_dim=64, num_image_tokens=4),
+        vq_config=dict(base_channels=32, projection_dim=64, image_token_embed_dim=64),
+    ),
     "kosmos-2": dict(text_config=dict(embed_dim=64)),
     "kosmos-2.5": dict(text_config=dict(embed_dim=64), latent_query_num=4),
     "kyutai_speech_to_text": dict(audio_pad_token_id=0),
@@ -68,8 +87,14 @@ _TYPES: dict[str, dict[str, Any]] = {
     "llama4": dict(
         vision_config=dict(vision_output_dim=64, projector_input_dim=64, projector_output_dim=64, image_size=28)
     ),
+    "mistral4": dict(qk_nope_head_dim=8),
+    "molmo2": dict(
+        adapter_config=dict(vision_feature_layer=[1, 0], text_hidden_size=64), vision_config=dict(image_size=[28, 28])
+    ),
     "nemo_speechlm": dict(head_config=dict(audio_hidden_size=64)),
     "nemotron_h_omni": dict(vision_config=dict(video_temporal_patch_size=2)),
+    "perception_lm": dict(vision_config=dict(architecture="test_vit", model_args=dict(embed_dim=64))),
+    "qwen2_5_omni_thinker": _OMNI,
     "qwen3_asr": dict(eos_token_id=[2 * VOCAB]),
     "step3p7": dict(text_config=dict(sliding_window=8)),
     "gemma3": dict(vision_config=_SIGLIP, mm_tokens_per_image=4),
@@ -85,6 +110,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN | dict(vision_config=dict(embed_dim=64)),
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
+    "qwen3_omni_moe_thinker": _OMNI | dict(vision_config=dict(deepstack_visual_indexes=[0, 1])),
     "qwen3_vl_moe": _QWEN | dict(vision_config=dict(deepstack_visual_indexes=[0, 1])),
     "shieldgemma2": dict(vision_config=_SIGLIP, mm_tokens_per_image=4),
     "vipllava": dict(vision_config=_CLIP, vision_feature_layers=[-1, -2]),
