@@ -94,7 +94,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "nemo_speechlm": dict(head_config=dict(audio_hidden_size=64)),
     "nemotron_h_omni": dict(vision_config=dict(video_temporal_patch_size=2)),
     "perception_lm": dict(vision_config=dict(architecture="test_vit", model_args=dict(embed_dim=64))),
-    "qwen2_5_omni_thinker": _OMNI,
+    "qwen2_5_omni_thinker": _OMNI | dict(vision_config=dict(fullatt_block_indexes=[1], window_size=28)),
     "qwen3_asr": dict(eos_token_id=[2 * VOCAB]),
     "step3p7": dict(text_config=dict(sliding_window=8)),
     "gemma3": dict(vision_config=_SIGLIP, mm_tokens_per_image=4),
@@ -168,11 +168,13 @@ class Medium:
         places: tokens that one image or clip takes in the prompt.
         read: makes the arguments of so many images or clips, of a generator.
         marks: argument with a number for each token of the prompt: 1 for one of the image's, 0 for others; or None.
+        begins: whether a token in front of each says that it begins.
     """
 
     places: int
     read: Callable[[int, torch.Generator], dict[str, torch.Tensor]]
     marks: str | None = None
+    begins: bool = False
 
 
 def _random(*shape: int, generator: torch.Generator) -> torch.Tensor:
@@ -215,9 +217,9 @@ MEDIA: dict[str, Medium] = {
     "cohere2_vision": Medium(4, _pixels(*_SQUARE)),
     "deepseek_vl": Medium(4, _pixels(3, 16, 16)),
     "gemma3": Medium(4, _pixels(*_SQUARE), "token_type_ids"),
-    "glm46v": Medium(4, _patches(14), "mm_token_type_ids"),
-    "glm4v": Medium(4, _patches(14), "mm_token_type_ids"),
-    "glm4v_moe": Medium(4, _patches(14), "mm_token_type_ids"),
+    "glm46v": Medium(4, _patches(14), "mm_token_type_ids", begins=True),
+    "glm4v": Medium(4, _patches(14), "mm_token_type_ids", begins=True),
+    "glm4v_moe": Medium(4, _patches(14), "mm_token_type_ids", begins=True),
     "idefics3": Medium(4, _pixels(1, *_SQUARE)),
     "internvl": Medium(4, _pixels(*_SQUARE)),
     "lighton_ocr": Medium(4, _pixels(*_SQUARE, image_sizes=[_SIDE, _SIDE])),
@@ -226,13 +228,15 @@ MEDIA: dict[str, Medium] = {
     "llava_onevision": _ANY_RESOLUTION,
     "mistral3": Medium(4, _pixels(*_SQUARE, image_sizes=[_SIDE, _SIDE])),
     "paligemma": Medium(4, _pixels(3, 16, 16)),
-    "qwen2_5_vl": Medium(4, _patches(14), "mm_token_type_ids"),
+    "qwen2_5_omni_thinker": Medium(4, _patches(14), begins=True),
+    "qwen2_5_vl": Medium(4, _patches(14), "mm_token_type_ids", begins=True),
     "qwen2_audio": Medium(8, _sound(32, "feature_attention_mask")),
-    "qwen2_vl": Medium(4, _patches(14), "mm_token_type_ids"),
-    "qwen3_5": Medium(4, _patches(16), "mm_token_type_ids"),
-    "qwen3_5_moe": Medium(4, _patches(16), "mm_token_type_ids"),
-    "qwen3_vl": Medium(4, _patches(16), "mm_token_type_ids"),
-    "qwen3_vl_moe": Medium(4, _patches(16), "mm_token_type_ids"),
+    "qwen2_vl": Medium(4, _patches(14), "mm_token_type_ids", begins=True),
+    "qwen3_5": Medium(4, _patches(16), "mm_token_type_ids", begins=True),
+    "qwen3_5_moe": Medium(4, _patches(16), "mm_token_type_ids", begins=True),
+    "qwen3_omni_moe_thinker": Medium(4, _patches(16), begins=True),
+    "qwen3_vl": Medium(4, _patches(16), "mm_token_type_ids", begins=True),
+    "qwen3_vl_moe": Medium(4, _patches(16), "mm_token_type_ids", begins=True),
     "shieldgemma2": Medium(4, _pixels(*_SQUARE), "token_type_ids"),
     "smolvlm": Medium(4, _pixels(1, *_SQUARE)),
     "vipllava": Medium(4, _pixels(3, 16, 16)),
@@ -252,12 +256,12 @@ def prompt(model_type: str, media: tuple[int, ...], padding: int = 0, seed: int 
     medium = MEDIA.get(model_type, Medium(0, lambda count, generator: {}))
     length = 6 + max(media) * (medium.places + 2)
     ids = torch.randint(3, VOCAB - 8, (len(media), length), generator=generator)
-    if any(media) and medium.marks == "mm_token_type_ids":
+    if any(media) and medium.begins:
         ids[:, 1] = VOCAB - 3
     for row, count in enumerate(media):
         for number in range(count):
             start = 2 + number * (medium.places + 2)
-            if medium.marks == "mm_token_type_ids":
+            if medium.begins:
                 ids[row, start - 1] = VOCAB - 3
             ids[row, start : start + medium.places] = PLACE
     mask = torch.ones_like(ids)

@@ -193,8 +193,10 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
             return Cause("attention_mask", what)
     if position_ids is None:
         return Cause("position_ids", "None") if part.takes_positions and not part.has_encoder else None
-    known = position_ids.dim() == 2 or (part.is_multimodal and position_ids.dim() == 3)
-    if not known or position_ids.device != input_ids.device or position_ids.dtype not in INDEX_DTYPES:
+    has_axes = part.is_multimodal and position_ids.dim() == 3
+    # axes of images and sound may be counted in floating point, see ``multimodal``
+    is_number = position_ids.dtype in INDEX_DTYPES or (has_axes and position_ids.dtype == torch.float32)
+    if not (is_number and (position_ids.dim() == 2 or has_axes)) or position_ids.device != input_ids.device:
         return Cause("position_ids", f"{position_ids.dtype} {tuple(position_ids.shape)} on {position_ids.device}")
     return None
 

@@ -17,6 +17,7 @@ from ..errors import UnsupportedModelError
 from ..options import Options
 from ..reasons import REASONS
 from ..recording import proof
+from ..recording.part import Recorded
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, undo
 from .coverage import check_coverage, unsupported
@@ -114,7 +115,7 @@ def check(plan: PatchPlan) -> None:
         UnsupportedModelError: the twin does not decode as stock does.
     """
     model = plan.model
-    difference = run(model, plan.is_recorded)
+    difference = run(model, plan.recorded)
     if difference is None:
         if plan.is_recorded:
             plan.recorded.twins_difference = _passed[_key(model)]
@@ -133,9 +134,10 @@ def check(plan: PatchPlan) -> None:
     )
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def _twin(model: nn.Module, recorded: Recorded | None) -> nn.Module:
     if compat.is_multimodal(model):
-        return multimodal_twin(model, twin_config)
+        first = None if recorded is None else recorded.first
+        return multimodal_twin(model, twin_config, () if first is None else first.recording(1, 1).readers)
     config = twin_config(model.config)
     if compat.has_encoder(model):
         for name, inside in compat.configs_inside(config).items():
@@ -207,8 +209,11 @@ def _cut_layers(config) -> list[int]:
     return kept
 
 
-def run(model: nn.Module, is_recorded: bool = False) -> str | None:
+def run(model: nn.Module, recorded: Recorded | None = None) -> str | None:
     """Patch a twin of ``model`` and compare it with itself.
+
+    Args:
+        recorded: what takes the place of the model's family if its step is recorded.
 
     Returns:
         What differed, or None if the twin decodes as stock does. A pass is remembered for the process.
@@ -223,9 +228,9 @@ def run(model: nn.Module, is_recorded: bool = False) -> str | None:
         torch.set_default_dtype(torch.float32)
         prompt = torch.randint(3, _TWIN["vocab_size"], (1, _PROMPT_TOKENS)).to(device)
         try:
-            twin = _twin(model).eval().to(device)
+            twin = _twin(model, recorded).eval().to(device)
             torch.set_default_dtype(default)
-            difference, of_logits = _difference(twin, prompt, key[-1], is_recorded)
+            difference, of_logits = _difference(twin, prompt, key[-1], recorded is not None)
         except Exception as error:  # nobody has tried this code: anything may be raised
             return f"{type(error).__name__}: {error}"
         finally:

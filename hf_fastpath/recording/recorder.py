@@ -39,6 +39,7 @@ class Recorder:
         self.masks: dict[int, Callable[..., Any]] = {}  # register of a mask -> its function
         self.masks_over_encoded: set[int] = set()  # registers of those over what an encoder has read
         self.expansions: dict[tuple[int, int], Expansion] = {}  # ids of keys and values that were made of a latent
+        self.read: set[int] = set()  # ids of the model's tensors that calls were given
         self.mutated: set[int] = set()
         self.silent = 0
         self.is_rehearsing = False  # see rehearsing()
@@ -86,6 +87,7 @@ class Recorder:
             if (register := self._registers.get(id(thing))) is not None:
                 return register
             if (real := self.skeleton.real.get(id(thing))) is not None:
+                self.read.add(id(real))
                 return real
             if isinstance(thing, FakeTensor):
                 raise Unrecordable("a tensor that was made before this step")

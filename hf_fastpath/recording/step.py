@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import compat
@@ -131,6 +132,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         encoder_output=encoder_output,
         encoded_length=_ENCODED if has_encoder else 0,
         linears=_linears_by_input(noting),
+        readers=_readers(noting),
         quantized=[(each, skeleton.model.get_submodule(path)) for path, each in skeleton.quantized.items()],
     )
 
@@ -149,6 +151,17 @@ def _linears_by_input(noting: Recorder) -> list[list[str]]:
         if is_own and not path.startswith(mixtures):
             found.setdefault(x.index, []).insert(0, path)
     return list(found.values())[::-1]
+
+
+def _readers(noting: Recorder) -> list[str]:
+    """Return what :attr:`.recording.Recording.readers` is."""
+
+    def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+        yield from module.parameters(recurse=False)
+        yield from module.buffers(recurse=False)
+
+    modules = noting.skeleton.model.named_modules()
+    return [path for path, module in modules if any(id(each) in noting.read for each in own_tensors(module))]
 
 
 def _without_gaps(found: list[tuple[torch.Tensor, torch.Tensor] | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
