@@ -53,6 +53,7 @@ _OMNI = dict(vision_start_token_id=VOCAB - 3, video_token_id=VOCAB - 2)
 #: entries that a type is given besides, as in ``causal_lm_types``
 _TYPES: dict[str, dict[str, Any]] = {
     "aya_vision": dict(vision_config=_SIGLIP),
+    "blip-2": dict(vision_config=_CLIP, num_query_tokens=4),
     "chameleon": dict(vocabulary_map={"<image>": PLACE}),
     "cohere2_vision": dict(alignment_intermediate_size=64, vision_config=_SIGLIP),
     "deepseek_vl": dict(vision_config=_CLIP),
@@ -82,7 +83,7 @@ _TYPES: dict[str, dict[str, Any]] = {
         vision_config=_CLIP | dict(projection_dim=64, num_image_tokens=4),
         vq_config=dict(base_channels=32, projection_dim=64, image_token_embed_dim=64),
     ),
-    "kosmos-2": dict(text_config=dict(embed_dim=64)),
+    "kosmos-2": dict(text_config=dict(embed_dim=64), vision_config=_CLIP, latent_query_num=4),
     "kosmos-2.5": dict(text_config=dict(embed_dim=64), latent_query_num=4),
     "kyutai_speech_to_text": dict(audio_pad_token_id=0),
     "lighton_ocr": dict(vision_config=_SIGLIP, spatial_merge_size=2),
@@ -101,6 +102,8 @@ _TYPES: dict[str, dict[str, Any]] = {
     "step3p7": dict(text_config=dict(sliding_window=8)),
     "gemma3": dict(vision_config=_SIGLIP, mm_tokens_per_image=4),
     "idefics3": dict(vision_config=_SIGLIP, scale_factor=2),
+    "instructblip": dict(vision_config=_CLIP, num_query_tokens=4),
+    "instructblipvideo": dict(vision_config=_CLIP, num_query_tokens=1, video_token_index=PLACE),
     "internvl": dict(vision_config=dict(image_size=[_SIDE] * 2, patch_size=[8, 8]), downsample_ratio=0.5),
     "llava": dict(vision_config=_CLIP),
     "llava_next": dict(vision_config=_CLIP, image_grid_pinpoints=[[16, 16]]),
@@ -171,12 +174,14 @@ class Medium:
         read: makes the arguments of so many images or clips, of a generator.
         marks: argument with a number for each token of the prompt: 1 for one of the image's, 0 for others; or None.
         begins: whether a token in front of each says that it begins.
+        is_needed: whether each prompt has one.
     """
 
     places: int
     read: Callable[[int, torch.Generator], dict[str, torch.Tensor]]
     marks: str | None = None
     begins: bool = False
+    is_needed: bool = False
 
 
 def _random(*shape: int, generator: torch.Generator) -> torch.Tensor:
@@ -216,6 +221,7 @@ _ANY_RESOLUTION = Medium(10, _pixels(2, 3, 16, 16, image_sizes=[16, 16]))
 #: type -> what it reads
 MEDIA: dict[str, Medium] = {
     "aya_vision": Medium(4, _pixels(*_SQUARE)),
+    "blip-2": Medium(4, _pixels(3, 16, 16), is_needed=True),
     "cohere2_vision": Medium(4, _pixels(*_SQUARE)),
     "deepseek_vl": Medium(4, _pixels(3, 16, 16)),
     "gemma3": Medium(4, _pixels(*_SQUARE), "token_type_ids"),
@@ -225,8 +231,11 @@ MEDIA: dict[str, Medium] = {
     "glm4v": Medium(4, _patches(14), "mm_token_type_ids", begins=True),
     "glm4v_moe": Medium(4, _patches(14), "mm_token_type_ids", begins=True),
     "idefics3": Medium(4, _pixels(1, *_SQUARE)),
+    "instructblip": Medium(4, _pixels(3, 16, 16, qformer_input_ids=[3, 4]), is_needed=True),
+    "instructblipvideo": Medium(4, _pixels(4, 3, 16, 16, qformer_input_ids=[3, 4]), is_needed=True),
     "internvl": Medium(4, _pixels(*_SQUARE)),
     "janus": Medium(4, _pixels(3, 16, 16)),
+    "kosmos-2": Medium(4, _pixels(3, 16, 16), "image_embeds_position_mask", is_needed=True),
     "lighton_ocr": Medium(4, _pixels(*_SQUARE, image_sizes=[_SIDE, _SIDE])),
     "llava": Medium(4, _pixels(3, 16, 16)),
     "llava_next": _ANY_RESOLUTION,

@@ -23,7 +23,7 @@ from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.ops.latent_attention import MAX_RANK
 from hf_fastpath.options import Options
 from hf_fastpath.patching.analyse import analyse
-from hf_fastpath.patching.state import state_of
+from hf_fastpath.patching.state import patched_model, state_of
 from hf_fastpath.recording import lowering, marks
 from hf_fastpath.recording.passes.attention import positional
 from hf_fastpath.recording.recording import Recording, read_by
@@ -96,17 +96,19 @@ def multimodal_row(model_type: str) -> Row:
     """Do as :func:`row` for a multimodal type, whose prompts also have images or sound if it is one of ``MEDIA``."""
     try:
         stock = multimodal_types.small_model(model_type)
-        stock.generate(**multimodal_types.prompt(model_type, (0,)), max_new_tokens=2)
+        medium = multimodal_types.MEDIA.get(model_type)
+        is_needed = medium is not None and medium.is_needed
+        stock.generate(**multimodal_types.prompt(model_type, (int(is_needed),)), max_new_tokens=2)
     except Exception as error:
         return Row(model_type, "", "stock", reason=f"no small model generates from text: {causal_lm_types.said(error)}")
-    has_media = model_type in multimodal_types.MEDIA
-    media = {"one text": (0,), "a padded batch": (0, 0)}
-    media |= {"one medium": (1,), "two": (2,), "a padded batch of media": (1, 1)} if has_media else {}
+    media = {} if is_needed else {"one text": (0,), "a padded batch": (0, 0)}
+    media |= {} if medium is None else {"one medium": (1,), "a padded batch of media": (1, 1)}
+    media |= {} if medium is None or is_needed else {"two": (2,)}
     prompts = {
         name: multimodal_types.prompt(model_type, counts, padding=2 * (len(counts) > 1))
         for name, counts in media.items()
     }
-    return _patched_row(model_type, "media" if has_media else "", stock, prompts)
+    return _patched_row(model_type, "" if medium is None else "media", stock, prompts)
 
 
 def encoder_decoder_row(model_type: str) -> Row:
@@ -152,7 +154,7 @@ def _patched_row(
     if report.loop != "fast":
         details = "; ".join(report.details.get(f"loop: {report.loop}", []))
         return Row(model_type, of_kind, "stock", reason=f"{report.loop}: {details}".rstrip(": "))
-    decided = state_of(ours).decided
+    decided = state_of(patched_model(ours)).decided
     how = "recorded" if decided.is_recorded else "file"
     try:
         tokens = _compared(ours, stock, prompts, generate)
@@ -195,6 +197,7 @@ def _compared(ours: PreTrainedModel, stock: PreTrainedModel, prompts: dict[str, 
 def left(model: PreTrainedModel) -> Iterator[str]:
     """Yield the names of products with weights, of attention and of experts in a step of a patched model that PyTorch
     runs."""
+    model = patched_model(model)
     plans = state_of(model).plans
     part = plans.part_of(model)
     if part.is_recorded:

@@ -107,18 +107,30 @@ def outputs_are_captured() -> bool:
 
 
 def generating_model(model: nn.Module) -> nn.Module:
-    """Return ``model``, or the one model with ``generate()`` inside it, if ``model`` itself has none.
+    """Return ``model``, or the one model with ``generate()`` inside it, if ``model`` itself has none or leaves the work
+    to that model.
 
-    PEFT, DDP, ``torch.compile``, DeepSpeed and value heads wrap a model so.
+    PEFT, DDP, ``torch.compile``, DeepSpeed and value heads wrap a model so; BLIP-2 reads an image and leaves the rest to
+    its language model.
     """
     found, waiting = {}, [model]
     while waiting:
         module = waiting.pop()
-        if isinstance(module, GenerationMixin):
+        if isinstance(module, GenerationMixin) and not _leaves_generating(module):
             found[id(module)] = module
         else:
             waiting.extend(module.children())
     return next(iter(found.values())) if len(found) == 1 else model
+
+
+def _leaves_generating(model: nn.Module) -> bool:
+    """Whether the ``generate()`` of a model's class calls that of a model inside it, and not transformers' own."""
+    own = type(model).generate
+    if own is GenerationMixin.generate:
+        return False
+    names = getattr(getattr(inspect.unwrap(own), "__code__", None), "co_names", ())
+    inside = {name for name, child in model.named_children() if isinstance(child, GenerationMixin)}
+    return "super" not in names and not inside.isdisjoint(names)
 
 
 def can_generate(model: nn.Module) -> bool:
