@@ -165,7 +165,7 @@ def _patched_row(
 
 def _reason(model: PreTrainedModel, error: UnsupportedModelError) -> str:
     """Return what a plan or an error says of the model, in one line and without the remedy."""
-    found = getattr(analyse(model, Options.parse()).loop_reason, "what", "")
+    found = getattr(analyse(patched_model(model), Options.parse()).loop_reason, "what", "")
     first = str(error).partition("\n")[0].removeprefix("patch() can do nothing: ")
     return " ".join((found or first).split())
 

@@ -187,7 +187,10 @@ def put_layer_entries(config: Any, entries: dict[int, dict[str, Any]]) -> None:
 
 #: arguments of forwards that take images or sound
 _MEDIA = frozenset(
-    {"pixel_values", "input_features", "input_values", "image_pixel_values", "audio_input_features", "image_patches"}
+    {
+        *("pixel_values", "image_pixel_values", "image_patches", "image_embeds"),
+        *("input_features", "input_values", "audio_input_features"),
+    }
 )
 
 

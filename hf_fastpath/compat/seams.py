@@ -18,8 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .caches import CACHE, LayerKind, LinearAttentionLayer, layer_kinds, made_layer
 from .encoders import encoder_output, text_cache, text_name
-from .generation import inputs_behind
-from .models import is_multimodal
+from .generation import GenerationMixin, inputs_behind
 
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
@@ -276,7 +275,7 @@ def takes_positions(model: nn.Module) -> bool:
     """Whether a model's forward takes position ids, and ``generate()`` gives some with every token."""
     if text_name(model, "position_ids") not in inspect.signature(type(model).forward).parameters:
         return False
-    if not is_multimodal(model):
+    if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
         return True
     two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     return inputs_behind(model, two, {"position_ids": two, "use_cache": True}).get("position_ids") is not None

@@ -54,7 +54,7 @@ _TWIN = {
     "vocab_size_per_layer_input": 97,
     "sliding_window": 8,
     "attention_chunk_size": 8,
-    "pad_token_id": None,
+    "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
 }
@@ -135,7 +135,7 @@ def check(plan: PatchPlan) -> None:
 
 
 def _twin(model: nn.Module, recorded: Recorded | None) -> nn.Module:
-    if compat.is_multimodal(model):
+    if compat.is_multimodal(model) and compat.text_decoder(model) is not model:
         first = None if recorded is None else recorded.first
         return multimodal_twin(model, twin_config, () if first is None else first.recording(1, 1).readers)
     config = twin_config(model.config)
