@@ -63,9 +63,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     ),
     "emu3": dict(vocabulary_map={"<image>": PLACE}, vq_config=dict(base_channels=32)),
     "fast_vlm": dict(vision_config=dict(architecture="test_convnext", hidden_size=64, model_args={})),
-    "florence2": dict(
-        vision_config=dict(embed_dim=[32] * 4, num_heads=[4] * 4, num_groups=[4] * 4, projection_dim=64)
-    ),
+    "florence2": dict(vision_config=dict(embed_dim=[32] * 4, num_heads=[4] * 4, num_groups=[4] * 4, projection_dim=64)),
     "fun_asr_nano": dict(adaptor_config=dict(intermediate_size=16)),
     "glm46v": _GLM,
     "glm4v": _GLM,
