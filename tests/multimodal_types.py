@@ -119,6 +119,12 @@ _TYPES: dict[str, dict[str, Any]] = {
     "vipllava": dict(vision_config=_CLIP, vision_feature_layers=[-1, -2]),
     "qwen3_vl": _QWEN | dict(vision_config=dict(deepstack_visual_indexes=[0, 1])),
     "smolvlm": dict(vision_config=_SIGLIP, scale_factor=2),
+    "vision-encoder-decoder": dict(
+        default=dict(encoder={"model_type": "vit"}, decoder={"model_type": "trocr"}),
+        encoder=dict(is_decoder=False) | _CLIP,
+        decoder=dict(add_cross_attention=True, cross_attention_hidden_size=64),
+        decoder_start_token_id=2,
+    ),
     "voxtral": dict(audio_config=dict(max_source_positions=8, intermediate_size=128)),
 }
 
@@ -134,9 +140,10 @@ def small_config(model_type: str) -> PreTrainedConfig:
     Args:
         model_type: one of :func:`types`.
     """
-    config = CONFIG_MAPPING[model_type]()
+    own = dict(_TYPES.get(model_type, {}))
+    config = CONFIG_MAPPING[model_type](**own.pop("default", {}))
     extra = {name: value for name, value in (_IMAGE | _AUDIO).items() if name in type(config).__dataclass_fields__}
-    extra |= causal_lm_types.extra_of(model_type) | _TYPES.get(model_type, {})
+    extra |= causal_lm_types.extra_of(model_type) | own
     text = getattr(config, "text_config", None)
     if text is not None:
         of_text = causal_lm_types.extra_of(text.model_type)
@@ -173,6 +180,7 @@ class Medium:
         marks: argument with a number for each token of the prompt: 1 for one of the image's, 0 for others; or None.
         begins: whether a token in front of each says that it begins.
         is_needed: whether each prompt has one.
+        is_all: whether a prompt is nothing else.
     """
 
     places: int
@@ -180,6 +188,7 @@ class Medium:
     marks: str | None = None
     begins: bool = False
     is_needed: bool = False
+    is_all: bool = False
 
 
 def _random(*shape: int, generator: torch.Generator) -> torch.Tensor:
@@ -224,6 +233,7 @@ MEDIA: dict[str, Medium] = {
     "deepseek_vl": Medium(4, _pixels(3, 16, 16)),
     "gemma3": Medium(4, _pixels(*_SQUARE), "token_type_ids"),
     "fast_vlm": Medium(4, _pixels(3, 64, 64)),
+    "florence2": Medium(2, _pixels(3, 32, 32), is_needed=True),
     "gemma3n": Medium(4, _pixels(3, 64, 64)),
     "glm46v": Medium(4, _patches(14), "mm_token_type_ids", begins=True),
     "glm4v": Medium(4, _patches(14), "mm_token_type_ids", begins=True),
@@ -252,6 +262,7 @@ MEDIA: dict[str, Medium] = {
     "qwen3_vl_moe": Medium(4, _patches(16), "mm_token_type_ids", begins=True),
     "shieldgemma2": Medium(4, _pixels(*_SQUARE), "token_type_ids"),
     "smolvlm": Medium(4, _pixels(1, *_SQUARE)),
+    "vision-encoder-decoder": Medium(0, _pixels(3, 16, 16), is_needed=True, is_all=True),
     "vipllava": Medium(4, _pixels(3, 16, 16)),
     "voxtral": Medium(4, _sound(16)),
 }
@@ -267,6 +278,8 @@ def prompt(model_type: str, media: tuple[int, ...], padding: int = 0, seed: int 
     """
     generator = torch.Generator().manual_seed(seed)
     medium = MEDIA.get(model_type, Medium(0, lambda count, generator: {}))
+    if medium.is_all:
+        return medium.read(sum(media), generator)
     length = 6 + max(media) * (medium.places + 2)
     ids = torch.randint(3, VOCAB - 8, (len(media), length), generator=generator)
     if any(media) and medium.begins:

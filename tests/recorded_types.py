@@ -139,7 +139,7 @@ _Generate = Callable[..., torch.Tensor]
 
 def _generated(model: PreTrainedModel, inputs: dict, **options: Any) -> torch.Tensor:
     """Return the tokens that ``generate()`` adds."""
-    return model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+    return model.generate(**inputs, **options)[:, -options["max_new_tokens"] :]
 
 
 def _patched_row(

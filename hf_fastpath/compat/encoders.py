@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from .caches import CACHE
-from .models import can_generate, entry_of
+from .models import can_generate, entry_of, text_decoder
 
 __all__ = ["EncoderDecoderCache", "GenerateEncoderDecoderOutput"]
 
@@ -59,7 +59,7 @@ def text_embedding(model: Any) -> nn.Module | None:
     """Return the embedding of the tokens that a model generates, or None if its class does not tell."""
     if not has_encoder(model):
         return model.get_input_embeddings()
-    decoder = model.get_decoder()
+    decoder = text_decoder(model)
     own = getattr(decoder, "embed_tokens", None)
     if isinstance(own, nn.Embedding):
         return own
@@ -168,7 +168,7 @@ def seen_by_decoder(copy: nn.Module, arguments: Mapping[str, Any]) -> torch.Tens
     Raises:
         ValueError: the forward does not come to the decoder.
     """
-    decoder = copy.get_decoder()
+    decoder = text_decoder(copy)
     signature = inspect.signature(decoder.forward)
 
     def stop(*args: Any, **kwargs: Any) -> None:

@@ -223,8 +223,9 @@ def known_positions(config: Any) -> list[int]:
 
 
 def text_decoder(model: Any) -> nn.Module:
-    """Return the decoder inside a multimodal model, without the head."""
-    return model.get_decoder()
+    """Return the decoder inside a multimodal model or an encoder-decoder, without the head."""
+    found = model.get_decoder()
+    return found.get_decoder() if hasattr(found, "encoder") else found  # Florence-2's is an encoder-decoder
 
 
 #: attributes in which forwards of transformers' classes note something: about the prompt that they have read, and that

@@ -134,8 +134,14 @@ def check(plan: PatchPlan) -> None:
     )
 
 
+def _inside(model: nn.Module) -> list[Any]:
+    """Return the configs of the parts of an encoder-decoder, if it has some of their own."""
+    return list(compat.configs_inside(model.config).values()) if compat.has_encoder(model) else []
+
+
 def _twin(model: nn.Module, recorded: Recorded | None) -> nn.Module:
-    if compat.is_multimodal(model) and compat.text_decoder(model) is not model:
+    has_decoder = compat.is_multimodal(model) and compat.text_decoder(model) is not model
+    if has_decoder or any(compat.entry_of(each, "num_hidden_layers") is None for each in _inside(model)):
         first = None if recorded is None else recorded.first
         return multimodal_twin(model, twin_config, () if first is None else first.recording(1, 1).readers)
     config = twin_config(model.config)
