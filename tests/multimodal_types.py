@@ -53,6 +53,7 @@ _OMNI = dict(vision_start_token_id=VOCAB - 3, video_token_id=VOCAB - 2)
 #: entries that a type is given besides, as in ``causal_lm_types``
 _TYPES: dict[str, dict[str, Any]] = {
     "aya_vision": dict(vision_config=_SIGLIP),
+    "blip": dict(text_config=dict(encoder_hidden_size=64, eos_token_id=2, sep_token_id=2 * VOCAB), vision_config=_CLIP),
     "blip-2": dict(vision_config=_CLIP, num_query_tokens=4),
     "chameleon": dict(vocabulary_map={"<image>": PLACE}),
     "cohere2_vision": dict(alignment_intermediate_size=64, vision_config=_SIGLIP),
@@ -228,6 +229,7 @@ _ANY_RESOLUTION = Medium(10, _pixels(2, 3, 16, 16, image_sizes=[16, 16]))
 #: type -> what it reads
 MEDIA: dict[str, Medium] = {
     "aya_vision": Medium(4, _pixels(*_SQUARE)),
+    "blip": Medium(0, _pixels(3, 16, 16), is_needed=True, is_all=True),
     "blip-2": Medium(4, _pixels(3, 16, 16), is_needed=True),
     "cohere2_vision": Medium(4, _pixels(*_SQUARE)),
     "deepseek_vl": Medium(4, _pixels(3, 16, 16)),

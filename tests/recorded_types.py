@@ -134,6 +134,8 @@ def encoder_decoder_row(model_type: str) -> Row:
     return _patched_row(model_type, of_kind, stock, prompts, encoder_decoder_types.generate)
 
 
+#: how what is said of tokens begins if they are right, but not all of our loop
+_BY_STOCK = "stock's loop"
 _Generate = Callable[..., torch.Tensor]
 
 
@@ -160,6 +162,9 @@ def _patched_row(
         tokens = _compared(ours, stock, prompts, generate)
     except Exception as error:
         tokens = causal_lm_types.said(error)
+    if tokens.startswith(_BY_STOCK):
+        details = {what for each in hf_fastpath.report(ours).stats["details"].values() for what in each}
+        return Row(model_type, of_kind, "stock", reason=f"{tokens}: {'; '.join(sorted(details))}")
     return Row(model_type, of_kind, how, tokens, "; ".join(dict.fromkeys(left(ours))))
 
 
@@ -190,7 +195,7 @@ def _compared(ours: PreTrainedModel, stock: PreTrainedModel, prompts: dict[str, 
             return f"others for {name}"
         if after["fast_tokens"] - before["fast_tokens"] != found.numel():
             reasons = {code for code, count in after["reasons"].items() if count != before["reasons"].get(code)}
-            return f"stock's loop for {name}: {', '.join(sorted(reasons))}"
+            return f"{_BY_STOCK} for {name}: {', '.join(sorted(reasons))}"
     return "equal"
 
 

@@ -110,8 +110,8 @@ def generating_model(model: nn.Module) -> nn.Module:
     """Return ``model``, or the one model with ``generate()`` inside it, if ``model`` itself has none or leaves the work
     to that model.
 
-    PEFT, DDP, ``torch.compile``, DeepSpeed and value heads wrap a model so; BLIP-2 reads an image and leaves the rest to
-    its language model.
+    PEFT, DDP, ``torch.compile``, DeepSpeed and value heads wrap a model so; BLIP-2 reads an image and leaves the rest
+    to its language model.
     """
     found, waiting = {}, [model]
     while waiting:

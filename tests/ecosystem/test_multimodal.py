@@ -43,7 +43,16 @@ def device(request) -> torch.device:
 
 #: types that `make test` tries with all that follows; the table of types tries all others
 TYPES = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "paligemma")
-TYPES += ("qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_omni_moe_thinker", "qwen3_vl", "smolvlm", "voxtral")
+TYPES += (
+    "qwen2_5_vl",
+    "qwen2_audio",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_omni_moe_thinker",
+    "qwen3_vl",
+    "smolvlm",
+    "voxtral",
+)
 
 
 @pytest.fixture(scope="module", params=TYPES)
@@ -276,6 +285,22 @@ def test_a_prompt_that_is_read_without_a_cache():
             found = ours.generate(ids, **FEW)
         assert counts.reasons == ({} if code is None else {code: 1})
         assert_same_tokens(found, stock.generate(ids, **FEW))
+
+
+def test_a_decoder_that_is_given_an_image_with_every_token():
+    """BLIP's keeps keys and values of the image in a cache that it makes around transformers' own."""
+    require_native(CPU)
+    stock = small_model("blip")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    inputs = multimodal_types.prompt("blip", (1,))
+    with counting(ours.text_decoder) as counts:
+        found = ours.generate(**inputs, **FEW)
+    assert counts.reasons == {"unsupported_input": 1} and not counts.fast
+    assert_same_tokens(found, stock.generate(**inputs, **FEW))
+    with counting(ours.text_decoder) as counts:  # text alone is its language model's
+        found = ours.text_decoder.generate(torch.tensor([[1, 5, 6]]), **FEW)
+    assert counts.fast == 12 and not counts.reasons
+    assert_same_tokens(found, stock.text_decoder.generate(torch.tensor([[1, 5, 6]]), **FEW))
 
 
 def test_a_text_that_goes_on_between_two_whole_numbers():
