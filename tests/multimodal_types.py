@@ -165,7 +165,12 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     Raises:
         ValueError: the model is not small. What the config or the class raises is not caught.
     """
-    return random_model(small_config(model_type), AutoModelForMultimodalLM, seed, _MOST_PARAMETERS)
+    return model_of(small_config(model_type), seed)
+
+
+def model_of(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Do as :func:`small_model` for a config."""
+    return random_model(config, AutoModelForMultimodalLM, seed, _MOST_PARAMETERS)
 
 
 # ---- images and sound -----------------------------------------------------------------------------------------------

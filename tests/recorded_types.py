@@ -236,7 +236,7 @@ def _mixed(recording: Recording) -> set[int]:
 
 def _left_of(recording: Recording, call: Call, mixed: set[int]) -> Iterator[str]:
     if call.op in _PRODUCTS:
-        if call.out.index not in mixed:
+        if call.op is marks.other_experts or call.out.index not in mixed:
             yield _PRODUCTS[call.op]
     elif call.op is marks.linear and not lowering.takes_product(recording, call):
         yield "linear"

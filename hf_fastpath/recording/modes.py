@@ -163,7 +163,9 @@ def spans(recorder: Recorder) -> Iterator[None]:
     bound = []
     try:
         for path, module in recorder.skeleton.copy.named_modules():
-            if is_packed(module):
+            if compat.loops_over_experts(module):
+                vars(module)["forward"] = functools.partial(recorder.experts, module)
+            elif is_packed(module):
                 vars(module)["forward"] = _packed_forward(recorder, module, path)
             elif type(module) is nn.Linear:
                 vars(module)["forward"] = _linear_forward(recorder, module, path)

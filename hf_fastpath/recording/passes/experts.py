@@ -18,7 +18,7 @@ from ...ops.topk_softmax import reference as topk_softmax
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded
-from ..recording import Recording, read_by
+from ..recording import Recording, Unrecordable, read_by
 from .attention import structure_of
 from .products import is_bare
 
@@ -35,7 +35,11 @@ _TOLERANCE = 1e-6
 
 
 def stacked_experts(recording: Recording, model: nn.Module) -> None:
-    """Pass: let ``ops.fused_experts`` run the experts of a module that computes what the op does."""
+    """Pass: let ``ops.fused_experts`` run the experts of a module that computes what the op does.
+
+    Raises:
+        Unrecordable: a module has a loop of its own that computes something else than transformers' functions.
+    """
     known: dict[Any, dict[str, Any] | None] = {}
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
@@ -43,9 +47,12 @@ def stacked_experts(recording: Recording, model: nn.Module) -> None:
             continue
         module, dtype = call.arguments["module"], recording.fact(call.arguments["x"]).dtype
         stacks = compat.expert_stacks(module)
+        key = _described(module)
+        if compat.loops_over_experts(module) and key not in known and not (stacks and _gathers(module, stacks)):
+            raise Unrecordable(f"experts in a loop of {type(module).__name__}'s own")
         if stacks is None or not all(_is_stack(each, dtype) for each in stacks.tensors.values()):
             continue
-        if (key := _described(module)) not in known:
+        if key not in known:
             known[key] = next(_formulas(module, stacks), None)
         if (layout := known[key]) is not None:
             others = {name: value for name, value in call.arguments.items() if name != "module"}
@@ -70,23 +77,47 @@ def _formulas(module: nn.Module, stacks: compat.ExpertStacks) -> Iterator[dict[s
     """Yield arguments of ``ops.fused_experts``, besides weights, with which the op computes what a module does."""
     if not stacks.is_transposed and (len(stacks.roles) > 2 or not stacks.is_concatenated):
         return  # which no kernel has
+    with seeded(), torch.no_grad():
+        changed, small, given = _few_experts(module, stacks)
+        try:
+            expected = compat.gathered_experts(changed, *given)
+        except MISFITS:
+            return
+        for layout in _layouts(module, stacks):
+            if _agree_by_row(fused_experts(*given, **small, **layout), expected):
+                yield layout
+
+
+def _gathers(module: nn.Module, stacks: compat.ExpertStacks) -> bool:
+    """Whether the loop of a module's class computes what transformers' functions do."""
+    if len({len(each) for each in stacks.tensors.values()}) > 1:  # some experts have no weights
+        return False
+    with seeded(), torch.no_grad():
+        changed, _, given = _few_experts(module, stacks)
+        try:
+            return _agree_by_row(compat.gathered_experts(changed, *given), compat.own_experts(changed, *given))
+        except (*MISFITS, IndexError, AttributeError):
+            return False
+
+
+def _few_experts(
+    module: nn.Module, stacks: compat.ExpertStacks
+) -> tuple[nn.Module, dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return a module like ``module`` with three small experts, their random weights by role, and rows, ids and weights
+    of experts that the module may be given."""
     first = 2 * _WIDTH if stacks.has_gate else _WIDTH
     sides = {"gate_up_weight": (first, _FEATURES), "down_weight": (_FEATURES, _WIDTH)}
     sides = {role: each[::-1] if stacks.is_transposed else each for role, each in sides.items()}
     sides |= {"gate_up_bias": (first,), "down_bias": (_FEATURES,)}
-    with seeded(), torch.no_grad():
-        small = {role: torch.randn(_EXPERTS, *sides[role], dtype=torch.float64) for role in stacks.roles}
-        rows = torch.cat([scale * torch.randn(8, _FEATURES, dtype=torch.float64) for scale in _SCALES])
-        weights, ids = torch.rand(len(rows), _EXPERTS, dtype=torch.float64).topk(2)
-        try:
-            changed = compat.with_stacks(module, {name: small[role] for role, name in stacks.roles.items()})
-            expected = compat.gathered_experts(changed, rows, ids, weights)
-        except MISFITS:
-            return
-        for layout in _layouts(module, stacks):
-            found = fused_experts(rows, ids, weights, **small, **layout)
-            if bool(((found - expected).abs() <= _TOLERANCE * expected.abs().amax(-1, keepdim=True)).all()):
-                yield layout
+    small = {role: torch.randn(_EXPERTS, *sides[role], dtype=torch.float64) for role in stacks.roles}
+    rows = torch.cat([scale * torch.randn(8, _FEATURES, dtype=torch.float64) for scale in _SCALES])
+    weights, ids = torch.rand(len(rows), _EXPERTS, dtype=torch.float64).topk(2)
+    changed = compat.with_stacks(module, {name: small[role] for role, name in stacks.roles.items()})
+    return changed, small, (rows, ids, weights)
+
+
+def _agree_by_row(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool(((found - expected).abs() <= _TOLERANCE * expected.abs().amax(-1, keepdim=True)).all())
 
 
 def _layouts(module: nn.Module, stacks: compat.ExpertStacks) -> Iterator[dict[str, Any]]:
