@@ -263,8 +263,9 @@ def loops_over_experts(module: nn.Module) -> bool:
 def gathered_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Run the experts of a module as products of gathered weights, so that no step waits for the device."""
     if loops_over_experts(module):
+        settings = _EXPERTS_SETTINGS | {"num_experts": len(module.down_proj)}
         module = copy.copy(module)
-        vars(module).update({name: value for name, value in _EXPERTS_SETTINGS.items() if not hasattr(module, name)})
+        vars(module).update({name: value for name, value in settings.items() if not hasattr(module, name)})
         if not hasattr(module, "_apply_gate"):
             vars(module)["_apply_gate"] = functools.partial(_default_apply_gate, module)
     return batched_mm_experts_forward(module, x, ids, weights)

@@ -15,7 +15,6 @@ import hf_fastpath
 from hf_fastpath import compat
 from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.recording.passes import experts
-from hf_fastpath.recording.recording import Unrecordable
 
 FEW = dict(max_new_tokens=12, do_sample=False)
 
