@@ -50,6 +50,8 @@ _GLM = dict(image_start_token_id=VOCAB - 3, image_end_token_id=VOCAB - 4, video_
 _GLM |= dict(video_start_token_id=VOCAB - 5, video_end_token_id=VOCAB - 6, vision_config=dict(image_size=56))
 _QWEN = dict(video_token_id=VOCAB - 2, vision_start_token_id=VOCAB - 3, vision_end_token_id=VOCAB - 4)
 _OMNI = dict(vision_start_token_id=VOCAB - 3, video_token_id=VOCAB - 2)
+_THINKER = _OMNI | dict(vision_config=dict(fullatt_block_indexes=[1], window_size=28))
+_ROTATED = dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]})
 #: entries that a type is given besides, as in ``causal_lm_types``
 _TYPES: dict[str, dict[str, Any]] = {
     "aya_vision": dict(vision_config=_SIGLIP),
@@ -96,7 +98,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "nemo_speechlm": dict(head_config=dict(audio_hidden_size=64)),
     "nemotron_h_omni": dict(vision_config=dict(video_temporal_patch_size=2)),
     "perception_lm": dict(vision_config=dict(architecture="test_vit", model_args=dict(embed_dim=64, img_size=_SIDE))),
-    "qwen2_5_omni_thinker": _OMNI | dict(vision_config=dict(fullatt_block_indexes=[1], window_size=28)),
+    "qwen2_5_omni_thinker": _THINKER,
     "qwen3_asr": dict(eos_token_id=[2 * VOCAB]),
     "step3p7": dict(text_config=dict(sliding_window=8)),
     "gemma3": dict(vision_config=_SIGLIP, mm_tokens_per_image=4),
@@ -114,6 +116,11 @@ _TYPES: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN | dict(vision_config=dict(embed_dim=64)),
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
+    "qwen2_5_omni": dict(enable_audio_output=False, thinker_config=_THINKER | dict(text_config=_ROTATED)),
+    "qwen3_omni_moe": dict(
+        enable_audio_output=False,
+        thinker_config=_OMNI | dict(vision_config=dict(deepstack_visual_indexes=[0, 1]), text_config=_ROTATED),
+    ),
     "qwen3_omni_moe_thinker": _OMNI | dict(vision_config=dict(deepstack_visual_indexes=[0, 1])),
     "qwen3_vl_moe": _QWEN | dict(vision_config=dict(deepstack_visual_indexes=[0, 1])),
     "shieldgemma2": dict(vision_config=_SIGLIP, mm_tokens_per_image=4),
@@ -165,7 +172,10 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     Raises:
         ValueError: the model is not small. What the config or the class raises is not caught.
     """
-    return model_of(small_config(model_type), seed)
+    model = model_of(small_config(model_type), seed)
+    if model_type == "qwen2_5_omni":  # comes with a checkpoint
+        model.speaker_map = {"Chelsie": {}}
+    return model
 
 
 def model_of(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
@@ -275,6 +285,13 @@ MEDIA: dict[str, Medium] = {
 }
 
 
+#: further arguments of ``generate()``, of a type whose class has one of its own
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "qwen2_5_omni": {"thinker_max_new_tokens": 12, "generation_mode": "text"},
+    "qwen3_omni_moe": {"thinker_max_new_tokens": 12},
+}
+
+
 def prompt(model_type: str, media: tuple[int, ...], padding: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return the inputs of ``generate()`` for a batch of prompts.
 
@@ -301,7 +318,7 @@ def prompt(model_type: str, media: tuple[int, ...], padding: int = 0, seed: int 
     if padding:
         ids[-1] = torch.cat((torch.zeros(padding, dtype=torch.long), ids[-1, :-padding]))
         mask[-1, :padding] = 0
-    found = {"input_ids": ids, "attention_mask": mask}
+    found = {"input_ids": ids, "attention_mask": mask} | _ARGUMENTS.get(model_type, {})
     if not any(media):
         return found
     if medium.marks is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,26 +113,30 @@ def generating_model(model: nn.Module) -> nn.Module:
     to that model.
 
     PEFT, DDP, ``torch.compile``, DeepSpeed and value heads wrap a model so; BLIP-2 reads an image and leaves the rest
-    to its language model.
+    to its language model, Qwen-Omni leaves the text to its thinker.
     """
     found, waiting = {}, [model]
     while waiting:
         module = waiting.pop()
-        if isinstance(module, GenerationMixin) and not _leaves_generating(module):
-            found[id(module)] = module
-        else:
+        if not isinstance(module, GenerationMixin):
             waiting.extend(module.children())
+        elif (inside := _first_to_generate(module)) is not None:
+            waiting.append(inside)
+        else:
+            found[id(module)] = module
     return next(iter(found.values())) if len(found) == 1 else model
 
 
-def _leaves_generating(model: nn.Module) -> bool:
-    """Whether the ``generate()`` of a model's class calls that of a model inside it, and not transformers' own."""
+def _first_to_generate(model: nn.Module) -> nn.Module | None:
+    """Return the model inside whose ``generate()`` that of a model's class calls first; None if it calls none, or
+    transformers' own for the model itself."""
     own = type(model).generate
-    if own is GenerationMixin.generate:
-        return False
-    names = getattr(getattr(inspect.unwrap(own), "__code__", None), "co_names", ())
-    inside = {name for name, child in model.named_children() if isinstance(child, GenerationMixin)}
-    return "super" not in names and not inside.isdisjoint(names)
+    if own is GenerationMixin.generate or not inspect.isfunction(code := inspect.unwrap(own)):
+        return None
+    names = [each.argval for each in dis.get_instructions(code)]
+    called = [name for name, attribute in itertools.pairwise(names) if attribute == "generate"]
+    inside = {name: child for name, child in model.named_children() if isinstance(child, GenerationMixin)}
+    return None if "super" in names else next((inside[name] for name in called if name in inside), None)
 
 
 def can_generate(model: nn.Module) -> bool:
