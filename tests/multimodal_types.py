@@ -86,7 +86,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     ),
     "kosmos-2": dict(text_config=dict(embed_dim=64), vision_config=_CLIP, latent_query_num=4),
     "kosmos-2.5": dict(text_config=dict(embed_dim=64), latent_query_num=4),
-    "kyutai_speech_to_text": dict(audio_pad_token_id=0),
+    "kyutai_speech_to_text": dict(audio_pad_token_id=0, codec_config=dict(upsample_groups=64)),
     "lighton_ocr": dict(vision_config=_SIGLIP, spatial_merge_size=2),
     "llama4": dict(
         vision_config=dict(vision_output_dim=64, projector_input_dim=64, projector_output_dim=64, image_size=28)
@@ -94,6 +94,9 @@ _TYPES: dict[str, dict[str, Any]] = {
     "mistral4": dict(qk_nope_head_dim=8),
     "molmo2": dict(
         adapter_config=dict(vision_feature_layer=[1, 0], text_hidden_size=64), vision_config=dict(image_size=[28, 28])
+    ),
+    "muse_spark": dict(
+        audio_config=dict(hidden_sizes=[16] * 4, out_hidden_size=64), text_config=dict(moe_hidden_size=64)
     ),
     "nemo_speechlm": dict(head_config=dict(audio_hidden_size=64)),
     "nemotron_h_omni": dict(vision_config=dict(video_temporal_patch_size=2)),
@@ -116,7 +119,13 @@ _TYPES: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN | dict(vision_config=dict(embed_dim=64)),
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
-    "qwen2_5_omni": dict(enable_audio_output=False, thinker_config=_THINKER | dict(text_config=_ROTATED)),
+    "pix2struct": dict(
+        text_config=dict(decoder_start_token_id=2), vision_config=dict(patch_embed_hidden_size=64, seq_len=16)
+    ),
+    "qwen2_5_omni": dict(
+        thinker_config=_THINKER | dict(text_config=_ROTATED),
+        token2wav_config=dict(bigvgan_config=dict(upsample_initial_channel=64)),
+    ),
     "qwen3_omni_moe": dict(
         enable_audio_output=False,
         thinker_config=_OMNI | dict(vision_config=dict(deepstack_visual_indexes=[0, 1]), text_config=_ROTATED),
@@ -127,6 +136,12 @@ _TYPES: dict[str, dict[str, Any]] = {
     "vipllava": dict(vision_config=_CLIP, vision_feature_layers=[-1, -2]),
     "qwen3_vl": _QWEN | dict(vision_config=dict(deepstack_visual_indexes=[0, 1])),
     "smolvlm": dict(vision_config=_SIGLIP, scale_factor=2),
+    "vibevoice_asr": dict(
+        **dict.fromkeys(
+            ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config"),
+            dict(num_filters=2, depths=[1] * 7),
+        )
+    ),
     "vision-encoder-decoder": dict(
         default=dict(encoder={"model_type": "vit"}, decoder={"model_type": "trocr"}),
         encoder=dict(is_decoder=False) | _CLIP,
@@ -231,6 +246,17 @@ def _patches(size: int) -> Callable[[int, torch.Generator], dict[str, torch.Tens
     return read
 
 
+def _flat_patches(count: int) -> Callable[[int, torch.Generator], dict[str, torch.Tensor]]:
+    """Return what makes images of so many patches of 64 numbers, each behind its row and its column."""
+
+    def read(images: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        places = torch.stack((torch.arange(1, count + 1), torch.ones(count)), -1).expand(images, -1, -1)
+        pixels = _random(images, count, 64, generator=generator)
+        return {"flattened_patches": torch.cat((places, pixels), -1)}
+
+    return read
+
+
 def _sound(frames: int, mask: str | None = None) -> Callable[[int, torch.Generator], dict[str, torch.Tensor]]:
     def read(count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         found = {"input_features": _random(count, 128, frames, generator=generator)}
@@ -268,6 +294,7 @@ MEDIA: dict[str, Medium] = {
     "mistral3": Medium(4, _pixels(*_SQUARE, image_sizes=[_SIDE, _SIDE])),
     "paligemma": Medium(4, _pixels(3, 16, 16)),
     "perception_lm": Medium(4, _pixels(1, *_SQUARE)),
+    "pix2struct": Medium(0, _flat_patches(8), is_needed=True, is_all=True),
     "qwen2_5_omni_thinker": Medium(4, _patches(14), begins=True),
     "qwen2_5_vl": Medium(4, _patches(14), "mm_token_type_ids", begins=True),
     "qwen2_audio": Medium(8, _sound(32, "feature_attention_mask")),
