@@ -100,7 +100,11 @@ _TYPES: dict[str, dict[str, Any]] = {
     "dots3_note": dict(text_config=_DOTS3),
     "dots3_note_text": _DOTS3,
     "falcon_h1": dict(mamba_d_ssm=128, mamba_d_head=16),
-    "gemma3n": dict(text_config=_GEMMA3N),
+    "gemma3n": dict(
+        text_config=_GEMMA3N,
+        vision_config=dict(architecture="test_efficientnet", hidden_size=256),
+        vision_soft_tokens_per_image=4,
+    ),
     "gemma3n_text": _GEMMA3N,
     "gemma4": dict(text_config=_GEMMA4),
     "gemma4_assistant": dict(default=dict(text_config=_DRAFTS), text_config=_GEMMA4),

@@ -71,9 +71,6 @@ _TYPES: dict[str, dict[str, Any]] = {
     "glm46v": _GLM,
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
-    "gemma3n": dict(
-        vision_config=dict(architecture="test_efficientnet", hidden_size=256), vision_soft_tokens_per_image=4
-    ),
     "glm5_next": dict(text_config=dict(index_topk=16)),
     "granite4_vision": dict(
         vision_config=_CLIP, downsample_rate="1/2", deepstack_layer_map=[[0, 0]], spatial_target_layers=[0, 0, 1, 1]

@@ -122,6 +122,7 @@ from .models import (
     sharding,
     take_layer_entries,
     text_decoder,
+    text_head,
 )
 from .parallel import (
     Parallel,

@@ -234,6 +234,14 @@ def text_decoder(model: Any) -> nn.Module:
     return found.get_decoder() if hasattr(found, "encoder") else found  # Florence-2's is an encoder-decoder
 
 
+def text_head(model: Any) -> nn.Module | None:
+    """Return the head of a model or, if its class does not tell, that of the decoder inside; None if there is none."""
+    head = model.get_output_embeddings()
+    if head is None and hasattr(decoder := text_decoder(model), "get_output_embeddings"):
+        head = decoder.get_output_embeddings()
+    return head
+
+
 #: attributes in which forwards of transformers' classes note something: about the prompt that they have read, and that
 #: modules have got the hooks which collect hidden states
 FORWARD_NOTES = frozenset({"rope_deltas", "_output_capturing_hooks_installed"})

@@ -214,7 +214,7 @@ class RecordedPart:
 
     @property
     def head(self) -> nn.Module:
-        return self.module.get_output_embeddings()
+        return compat.text_head(self.module)
 
     @functools.cached_property
     def vocab_size(self) -> int:
