@@ -56,10 +56,10 @@ class Row:
             besides text: "media" (images or sound) or ""; of an encoder-decoder, what its encoder reads in the
             comparison: "text", or "" if a random output stands in its place.
         how: "file", "recorded" or "stock".
-        tokens: "equal" if greedy tokens of a prompt and of a padded batch are stock's, all of them by our loop; ""
-            if the type runs stock code; otherwise what is wrong.
+        tokens: "equal" if greedy tokens of a prompt and of a padded batch are stock's; "" if the type runs stock code;
+            otherwise what is wrong.
         left: products with weights, attention and experts that PyTorch runs, "; " between them.
-        reason: why it runs stock code, "" if it does not.
+        reason: why it runs stock code, or padded prompts do; "" if none does.
     """
 
     model_type: str
@@ -134,8 +134,8 @@ def encoder_decoder_row(model_type: str) -> Row:
     return _patched_row(model_type, of_kind, stock, prompts, encoder_decoder_types.generate)
 
 
-#: how what is said of tokens begins if they are right, but not all of our loop
-_BY_STOCK = "stock's loop"
+#: how names of prompts begin that have padding
+_PADDED = "a padded batch"
 _Generate = Callable[..., torch.Tensor]
 
 
@@ -158,14 +158,17 @@ def _patched_row(
         return Row(model_type, of_kind, "stock", reason=f"{report.loop}: {details}".rstrip(": "))
     decided = state_of(patched_model(ours)).decided
     how = "recorded" if decided.is_recorded else "file"
+    by_stock = ()
     try:
-        tokens = _compared(ours, stock, prompts, generate)
+        tokens, by_stock = _compared(ours, stock, prompts, generate)
     except Exception as error:
         tokens = causal_lm_types.said(error)
-    if tokens.startswith(_BY_STOCK):
-        details = {what for each in hf_fastpath.report(ours).stats["details"].values() for what in each}
-        return Row(model_type, of_kind, "stock", reason=f"{tokens}: {'; '.join(sorted(details))}")
-    return Row(model_type, of_kind, how, tokens, "; ".join(dict.fromkeys(left(ours))))
+    stats = hf_fastpath.report(ours).stats
+    details = sorted({what for each in stats["details"].values() for what in each})
+    reason = f"{', '.join(stats['reasons'])}: {'; '.join(details)}" if by_stock else ""
+    if not all(name.startswith(_PADDED) for name in by_stock):
+        return Row(model_type, of_kind, "stock", reason=reason)
+    return Row(model_type, of_kind, how, tokens, "; ".join(dict.fromkeys(left(ours))), reason)
 
 
 def _reason(model: PreTrainedModel, error: UnsupportedModelError) -> str:
@@ -182,21 +185,23 @@ def _prompts() -> dict[str, dict[str, torch.Tensor]]:
     mask = torch.ones_like(batch)
     mask[-1, :4] = 0
     one = dict(input_ids=long, attention_mask=torch.ones_like(long))
-    return {"one prompt": one, "a padded batch": dict(input_ids=batch * mask, attention_mask=mask)}
+    return {"one prompt": one, _PADDED: dict(input_ids=batch * mask, attention_mask=mask)}
 
 
-def _compared(ours: PreTrainedModel, stock: PreTrainedModel, prompts: dict[str, dict], generate: _Generate) -> str:
-    """Return "equal", or what is wrong."""
+def _compared(
+    ours: PreTrainedModel, stock: PreTrainedModel, prompts: dict[str, dict], generate: _Generate
+) -> tuple[str, list[str]]:
+    """Return "equal", or what is wrong; and the prompts behind which stock's loop ran."""
+    by_stock = []
     for name, inputs in prompts.items():
         before = hf_fastpath.report(ours).stats
         found, expected = (generate(model, inputs, max_new_tokens=12, do_sample=False) for model in (ours, stock))
         after = hf_fastpath.report(ours).stats
         if not torch.equal(found, expected):
-            return f"others for {name}"
+            return f"others for {name}", by_stock
         if after["fast_tokens"] - before["fast_tokens"] != found.numel():
-            reasons = {code for code, count in after["reasons"].items() if count != before["reasons"].get(code)}
-            return f"{_BY_STOCK} for {name}: {', '.join(sorted(reasons))}"
-    return "equal"
+            by_stock.append(name)
+    return "equal", by_stock
 
 
 def left(model: PreTrainedModel) -> Iterator[str]:

@@ -305,7 +305,8 @@ def takes_positions(model: nn.Module) -> bool:
     """Whether a model's forward takes position ids, and ``generate()`` gives some with every token."""
     if text_name(model, "position_ids") not in inspect.signature(type(model).forward).parameters:
         return False
-    if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
+    stocks = GenerationMixin.prepare_inputs_for_generation
+    if getattr(type(model), "prepare_inputs_for_generation", stocks) is stocks:
         return True
     two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     return inputs_behind(model, two, {"position_ids": two, "use_cache": True}).get("position_ids") is not None

@@ -203,6 +203,9 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
             return Cause("attention_mask", f"{what}, for {length} tokens and {past_len} in the cache")
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
             return Cause("attention_mask", what)
+        has_padding = part.is_recorded and not part.has_encoder and not bool(mask.all())
+        if has_padding and part.padding_reason is not None:
+            return part.padding_reason
     if position_ids is None:
         return Cause("position_ids", "None") if part.takes_positions and not part.has_encoder else None
     has_axes = part.is_multimodal and position_ids.dim() == 3

@@ -18,6 +18,10 @@ class Unrecordable(Exception):
     """A step that cannot be written down as a list of calls; the message says which line did it."""
 
 
+class OwnPadding(Unrecordable):
+    """A step that hides other places of a cache than those that its mask of the text says."""
+
+
 @dataclass
 class Span:
     """The calls of one module without children.

@@ -43,7 +43,7 @@ def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, 
         with skeleton.lock:
             return _record(noting, batch, query_len, arguments or {})
     except Unrecordable as error:
-        raise Unrecordable(f"{error}{_where(error)}") from None
+        raise type(error)(f"{error}{_where(error)}") from None
     except Exception as error:
         raise Unrecordable(_said(error, noting)) from error
     finally:
@@ -77,9 +77,11 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         cache.claim(noting.past)
         tokens, positions = (torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2))
         given = noting.given(tokens), noting.given(positions)
-        for value in arguments.values():
+        for name, value in arguments.items():
             if isinstance(value, torch.Tensor):
-                noting.given(value)
+                register = noting.given(value)
+                if name == compat.text_name(skeleton.copy, "attention_mask"):
+                    noting.text_mask = register
         if has_encoder:
             encoder_output = noting.given(given_output.last_hidden_state)
             encoded = [noting.encoded(*each) for each in _without_gaps(compat.encoded_states(whole))]

@@ -303,6 +303,20 @@ def test_a_decoder_that_is_given_an_image_with_every_token():
     assert_same_tokens(found, stock.text_decoder.generate(torch.tensor([[1, 5, 6]]), **FEW))
 
 
+def test_an_image_in_front_of_the_padding():
+    """GIT's class puts an image into the cache that has no tokens in the prompt, so that padding stands behind it."""
+    require_native(CPU)
+    stock = small_model("git")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for padding, codes in (0, {}), (2, {"attention_mask": 1}):
+        inputs = of(stock, 1, 1, padding=padding)
+        with counting(ours) as counts:
+            found = ours.generate(**inputs, **FEW)
+        assert counts.reasons == codes and counts.fast == (0 if codes else 24)
+        assert_same_tokens(found, stock.generate(**inputs, **FEW))
+    assert "modeling_git.py" in hf_fastpath.report(ours).stats["details"]["attention_mask"][0]
+
+
 def test_a_text_that_goes_on_between_two_whole_numbers():
     """Positions behind sound may be counted in seconds."""
     require_native(CPU)
