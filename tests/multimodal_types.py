@@ -134,6 +134,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "vipllava": dict(vision_config=_CLIP, vision_feature_layers=[-1, -2]),
     "qwen3_vl": _QWEN | dict(vision_config=dict(deepstack_visual_indexes=[0, 1])),
     "smolvlm": dict(vision_config=_SIGLIP, scale_factor=2),
+    "udop": dict(decoder_start_token_id=2),
     "vibevoice_asr": dict(
         **dict.fromkeys(
             ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config"),
@@ -305,6 +306,7 @@ MEDIA: dict[str, Medium] = {
     "qwen3_vl_moe": Medium(4, _patches(16), "mm_token_type_ids", begins=True),
     "shieldgemma2": Medium(4, _pixels(*_SQUARE), "token_type_ids"),
     "smolvlm": Medium(4, _pixels(1, *_SQUARE)),
+    "udop": Medium(0, lambda count, generator: {"bbox": torch.rand(count, 8, 4, generator=generator)}, is_needed=True),
     "vision-encoder-decoder": Medium(0, _pixels(3, 16, 16), is_needed=True, is_all=True),
     "vipllava": Medium(4, _pixels(3, 16, 16)),
     "voxtral": Medium(4, _sound(16)),
