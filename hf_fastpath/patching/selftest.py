@@ -68,7 +68,7 @@ _ENCODER_DECODER = {
     **dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads"), 2),
     **dict.fromkeys(("encoder_layers", "num_encoder_layers", "encoder_num_hidden_layers"), 2),
     **dict.fromkeys(("decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_layers"), 2),
-    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
+    "decoder_start_token_id": 0,
 }
 #: places of a random output of an encoder
 _ENCODED = 24
