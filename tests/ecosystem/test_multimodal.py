@@ -17,7 +17,7 @@ from torch import nn
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
-from hf_fastpath.compat import CACHE, FORWARD_NOTES
+from hf_fastpath.compat import CACHE, FORWARD_NOTES, TESTED_TRANSFORMERS, transformers_version
 from hf_fastpath.patching.multimodal_twin import multimodal_twin
 from hf_fastpath.patching.selftest import twin_config
 from hf_fastpath.patching.state import state_of
@@ -306,6 +306,8 @@ def test_a_decoder_that_is_given_an_image_with_every_token():
 def test_an_image_in_front_of_the_padding():
     """GIT's class puts an image into the cache that has no tokens in the prompt, so that padding stands behind it."""
     require_native(CPU)
+    if transformers_version() == TESTED_TRANSFORMERS[0]:
+        pytest.skip("the class reads no token without a mask")
     stock = small_model("git")
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     for padding, codes in (0, {}), (2, {"attention_mask": 1}):
