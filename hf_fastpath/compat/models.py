@@ -261,13 +261,13 @@ def model_of_config(config: Any, **arguments: Any) -> Any:
     from transformers import (
         AutoModel,
         AutoModelForCausalLM,
-        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
         AutoModelForSeq2SeqLM,
         AutoModelForSpeechSeq2Seq,
     )
 
     encoders = AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
-    decoders = AutoModelForCausalLM, AutoModelForImageTextToText
+    decoders = AutoModelForCausalLM, AutoModelForMultimodalLM
     is_both = getattr(config, "is_encoder_decoder", False)
     for factory in (*(encoders + decoders if is_both else decoders + encoders), AutoModel):
         try:
