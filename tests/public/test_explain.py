@@ -134,7 +134,10 @@ TYPES = {
     "bart": ("BartForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
     "whisper": ("WhisperForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
     "blip-2": ("Blip2ForConditionalGeneration", "decode loop: fast"),
-    "qwen2_audio": ("Qwen2AudioForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
+    "qwen2_audio": (
+        "Qwen2AudioForConditionalGeneration",
+        "hf_fastpath on recorded: nothing patched; decode loop: fast",
+    ),
     "vit": ("ViTModel", "generates no tokens"),
     "clip": ("CLIPModel", "generates no tokens"),
     "minicpm3": ("MiniCPM3ForCausalLM", "hf_fastpath on recorded: nothing patched; decode loop: fast"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import causal_lm_types
 import multimodal_types
 import pytest
@@ -53,9 +55,25 @@ def test_a_loop_is_compared_with_products_of_gathered_weights():
     for module, is_alike in (Loop(), True), (Loop(torch.sin), True), (Scaled(), False):
         assert compat.loops_over_experts(module)
         assert experts._gathers(module, compat.expert_stacks(module)) is is_alike
-    without = Loop()
-    without.down_proj = nn.Parameter(without.down_proj[:3])  # the last has no weights
-    assert not experts._gathers(without, compat.expert_stacks(without))
+
+
+class WithoutWeights(Loop):
+    """Experts of which the last give what they are given, or another number of times that."""
+
+    def __init__(self, times=1.0):
+        super().__init__()
+        self.down_proj = nn.Parameter(self.down_proj[:2])
+        self.with_weights, self.times = 2, times
+
+    def expert(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return super().expert(x, number) if number < self.with_weights else self.times * x
+
+
+def test_experts_without_weights_give_what_they_are_given():
+    for module, is_alike in (WithoutWeights(), True), (WithoutWeights(2.0), False):
+        stacks = compat.expert_stacks(module)
+        assert experts._passes_on(module, stacks) is is_alike
+        assert not experts._gathers(module, stacks)
 
 
 def test_modules_that_ask_for_functions_are_no_loops():
@@ -79,6 +97,20 @@ def test_tokens_of_a_loop(limits):
     assert counts.fast == 24 and not counts.reasons
     assert set(left(ours)) == (set() if limits is None else {"experts"})
     assert_same_tokens(found, stock.generate(**inputs, **FEW))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_with_experts_without_weights(dtype):
+    """LongCat-Flash's router may choose experts that compute nothing."""
+    require_native(CPU)
+    stock = causal_lm_types.small_model("longcat_flash").to(dtype)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    ids = causal_lm_types.prompt(2, 9, seed=1)
+    with counting(ours) as counts:
+        found = ours.generate(ids, **FEW)
+    assert counts.fast == 24 and not counts.reasons and not set(left(ours))
+    if dtype == torch.float32:
+        assert_same_tokens(found, stock.generate(ids, **FEW))
 
 
 def test_another_loop_is_refused():
