@@ -7,8 +7,8 @@
 A model is ``name``, ``name:weights`` or ``name:weights:layers``, the first layers alone; weights are ``bf16`` or a
 format of ``patch(weights=)``. Its weights are random. ``% of N R`` is the share of the time that it would take all GPUs
 to read their weights and their part of the cache once, at the bandwidth R that is measured first; of a mixture's
-experts, the chosen ones, as if all ranks had equally many. All ranks have to choose equal tokens. Before that, a small
-model in float32 has to give the tokens of one GPU. NVLink multicast is off.
+experts, the chosen ones, as if all ranks had equally many. All ranks have to choose equal tokens. Before each model, a
+small one of its type in float32 has to give the tokens of one GPU. NVLink multicast is off.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ import torch
 import torch.distributed as dist
 from bench_sum_ranks import join_ranks, sum_times
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import hf_fastpath
 from hf_fastpath import compat, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
 from hf_fastpath.bench import measure, shapes
 from hf_fastpath.check import several_gpus
+from hf_fastpath.patching.selftest import twin_config
 from hf_fastpath.quantization.linear import PackedLinear
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b:bf16", "llama-3.1-70b:int4_g32")
 CONTEXTS = (128, 4096)
 #: what is changed in the small model, so that up to eight ranks can share its heads
-SMALL = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+SMALL = {"num_attention_heads": 8, "num_key_value_heads": 8}
 #: tokens that ours and stock make in a timed call, and timed calls of ours
 NEW, STOCK_NEW, ROUNDS = 128, 16, 3
 
@@ -71,14 +72,20 @@ def check_alike(tokens: torch.Tensor) -> None:
     assert torch.equal(first, tokens), "ranks have chosen other tokens than rank 0"
 
 
-def check_small(device: torch.device) -> None:
-    """Compare a small model in float32 with itself on one GPU."""
-    spread = shapes.build_spread_model("tiny", device, torch.float32, **SMALL)
-    whole = AutoModelForCausalLM.from_config(spread.config, dtype=torch.float32).to(device).eval()
+def check_small(config: PreTrainedConfig, device: torch.device, has_whole_experts: bool) -> None:
+    """Compare a small model of a config's type in float32 with itself on one GPU."""
+    small = twin_config(config)
+    for name, value in SMALL.items():
+        if hasattr(small, name):
+            setattr(small, name, value)
+    spread = shapes.build_spread_model(small, device, torch.float32, has_whole_experts=has_whole_experts)
+    whole = AutoModelForCausalLM.from_config(small, dtype=torch.float32).to(device).eval()
     with torch.no_grad():
         for name, parameter in whole.named_parameters():
             other = spread.get_parameter(name)
             parameter.copy_(other.full_tensor() if compat.is_sharded(other) else other)
+        for name, buffer in whole.named_buffers():
+            buffer.copy_(spread.get_buffer(name))
     ids = shapes.prompt(whole, 1, 20)
     wanted = whole.generate(ids, max_new_tokens=64, do_sample=False)
     hf_fastpath.patch(spread, quiet=True)
@@ -113,7 +120,9 @@ def run_model(
     """Return the rows of one model."""
     name, weights, layers, *_ = (*wanted.split(":"), "", "")
     cut = f"{name}:{layers}" if layers else name
-    model = shapes.build_spread_model(cut, device, torch.bfloat16, has_whole_experts=has_whole_experts)
+    config = shapes.shape(cut).build_config()
+    check_small(config, device, has_whole_experts)
+    model = shapes.build_spread_model(config, device, torch.bfloat16, has_whole_experts=has_whole_experts)
     prompts = {context: shapes.prompt(model, 1, context) for context in contexts}
     stocks = {context: stock_speed(model, ids) if stock else None for context, ids in prompts.items()}
     quantized = weights if weights not in ("", "bf16") else None
@@ -172,8 +181,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, R = {bandwidth / 1e9:.1f} GB/s", flush=True)
     for what, time_ in sum_times(8, device).items():
         say(f"one sum of 8 KB in a graph, {what}: {time_:.2f} us", flush=True)
-    check_small(device)
-    say("a small model in float32 gives the tokens that it gives on one GPU, on all ranks", flush=True)
     for wanted in given.models:
         for row in run_model(wanted, given.context, not given.no_stock, bandwidth, device, given.whole_experts):
             say(

@@ -249,32 +249,38 @@ def measured(name: str) -> str:
 #: GPUs that no machine had when this was measured: the paper model's word stands alone
 PREDICTED_GPUS = 8
 #: columns that tell rows of tensor parallel decoding apart
-_RANKED = ("model", "weights", "layers", "context", "ranks")
+_RANKED = ("model", "weights", "layers", "context", "ranks", "device")
 
 
 def over_gpus() -> str:
     """Return the table of tensor parallel decoding, beside what ``check/several_gpus.py`` predicts."""
-    last = {tuple(row[key] for key in _RANKED): row for row in rows_of(DATA / "ranks_h100.csv")}
+    rows = [row for name in ("ranks_h100.csv", "ranks_h200.csv") for row in rows_of(DATA / name)]
+    last = {tuple(row[key] for key in _RANKED): row for row in rows}
     lines = []
-    for row in sorted(last.values(), key=lambda row: (*(row[key] for key in _RANKED[:2]), *map(int, _numbers(row)))):
+
+    def order(row: dict[str, str]) -> tuple:
+        return *(row[key] for key in _RANKED[:2]), *map(int, _numbers(row)), row["device"]
+
+    for row in sorted(last.values(), key=order):
         layers, context, gpus = map(int, _numbers(row))
         speed, bandwidth = float(row["tok_s"]), 1e9 * float(row["r_gb_s"])
         read = float(row["percent_of_nr"]) / 100 * gpus * bandwidth / speed  # by all GPUs for a token
         counts = (gpus, PREDICTED_GPUS) if gpus == PREDICTED_GPUS // 2 and context == 128 else (gpus,)
         for count in counts:
-            sums = 2 * layers + 2  # of a Llama: two a layer, the embedding's, and the head's gather
+            sums = 2 * layers + 2  # two a layer, the embedding's, and the head's gather
             seconds = several_gpus.Spread(count, 1.0, sums).seconds(read / count, bandwidth, layers)
             stock = _digits(float(row["stock_tok_s"])) if row["stock_tok_s"] else ""
             measured = (stock, f"**{_digits(speed)}**", row["percent_of_nr"]) if count == gpus else ("", "", "")
+            card = row["device"].removesuffix(" 80GB HBM3").removeprefix("NVIDIA ")
             commit = row["commit"] if count == gpus else "predicted"
             what = row["model"], str(layers), row["weights"], f"{context:,}", str(count)
-            lines.append((*what, *measured, _digits(1 / seconds), commit))
-    heads = ("model", "layers", "weights", "context", "GPUs", "stock", "ours", "% of N R", "predicted", "commit")
+            lines.append((*what, *measured, _digits(1 / seconds), f"{card}, {commit}"))
+    heads = ("model", "layers", "weights", "context", "GPUs", "stock", "ours", "% of N R", "predicted", "card, commit")
     return markdown_table(heads, lines)
 
 
 def _numbers(row: dict[str, str]) -> tuple[str, ...]:
-    return tuple(row[key] for key in _RANKED[2:])
+    return tuple(row[key] for key in _RANKED[2:5])
 
 
 # ---- encoder-decoders ---------------------------------------------------------------------------------------

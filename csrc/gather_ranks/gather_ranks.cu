@@ -21,10 +21,13 @@ __global__ void __launch_bounds__(kThreads) gather_ranks_kernel(const __grid_con
   uint4 of[kMaxRanks];
   exchange(p.peers, word, __ldcg(static_cast<const uint4*>(p.x) + word), of);
   const int64_t row = word / p.width, column = word - row * p.width;
-  uint4* out = static_cast<uint4*>(p.out) + row * p.peers.size * p.width + column;
+  const bool is_first = column < p.first_end, is_third = column >= p.second_end;
+  const int64_t begin = is_first ? 0 : is_third ? p.second_end : p.first_end;
+  const int64_t width = (is_first ? p.first_end : is_third ? p.width : p.second_end) - begin;
+  uint4* out = static_cast<uint4*>(p.out) + (row * p.width + begin) * p.peers.size + column - begin;
 #pragma unroll
   for (int r = 0; r < kMaxRanks; ++r) {
-    if (r < p.peers.size) out[r * p.width] = of[r];
+    if (r < p.peers.size) out[r * width] = of[r];
   }
   trace(TracePoint::kEnd);
 }

@@ -9,9 +9,10 @@ namespace hf_fastpath {
 
 struct GatherRanksParams {
   const void* x;  // [rows, width], contiguous
-  void* out;      // [rows, size, width]
+  void* out;      // [rows, size * width]: a part of all ranks, then the next part
   int64_t rows;
-  int64_t width;  // of x's rows in words of 16 bytes
+  int64_t width;                  // of x's rows in words of 16 bytes
+  int64_t first_end, second_end;  // of three parts, in words
   PeerParams peers;
   bool programmatic_launch;
 };

@@ -335,10 +335,11 @@ void launch_typed(const RopeAppendParams& params, bool programmatic_launch, cuda
 }  // namespace
 
 void launch_rope_append(const RopeAppendParams& params, bool programmatic_launch, cudaStream_t stream) {
-  if (!is_quantized(params.kv_type)) return launch_typed(params, programmatic_launch, stream);
   if (params.batch * params.query_len == 0 || params.head_dim == 0) return;
   if (params.num_heads + params.num_kv_heads == 0) return;
-  launch_rope_append_quants(params, stream);
+  if (is_quantized(params.kv_type)) return launch_rope_append_quants(params, stream);
+  if (fits_rope_append_heads(params)) return launch_rope_append_heads(params, programmatic_launch, stream);
+  launch_typed(params, programmatic_launch, stream);
 }
 
 void launch_rope_append_paged(const RopeAppendParams& params, const Pages& pages, bool programmatic_launch,

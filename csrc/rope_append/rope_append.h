@@ -42,6 +42,11 @@ constexpr int kMaxQuantizedHeadDim = 512;  // of quantized caches
 // The kernel for quantized caches, which launch_rope_append uses for these.
 void launch_rope_append_quants(const RopeAppendParams& params, cudaStream_t stream);
 
+// The kernel for a few tokens' 16-bit heads and a cache of their type, which launch_rope_append uses where it
+// fits.
+bool fits_rope_append_heads(const RopeAppendParams& params);
+void launch_rope_append_heads(const RopeAppendParams& params, bool programmatic_launch, cudaStream_t stream);
+
 // `programmatic_launch`: lengths and tables may be read before the kernel in front is complete; quantized
 // caches wait.
 void launch_rope_append(const RopeAppendParams& params, bool programmatic_launch, cudaStream_t stream);

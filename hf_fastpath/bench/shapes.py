@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,27 +66,21 @@ def build_of_config(
 
 
 def build_spread_model(
-    name: str,
+    config: PreTrainedConfig,
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
     has_whole_experts: bool = False,
-    **changes: Any,
 ) -> PreTrainedModel:
-    """Build the model of shape ``name`` with random weights over all processes, as a ``tp_plan`` spreads it.
+    """Build the causal LM of a config with random weights over all processes, as a ``tp_plan`` spreads it.
 
     Args:
         has_whole_experts: each rank has some experts as a whole instead of a part of each.
-        changes: other values of its config.
     """
-    config = shape(name).build_config()
-    for key, value in changes.items():
-        setattr(config, key, value)
     with no_model():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()
     model = compat.spread_over_ranks(model, has_whole_experts)
-    generator = torch.Generator(device).manual_seed(seed)  # what every rank has whole is equal on all
+    generator, seeds = torch.Generator(device), itertools.count(seed, torch.distributed.get_world_size())
     for module in model.modules():
         for parameter_name, parameter in module._parameters.items():
             if parameter is None:
@@ -93,12 +88,14 @@ def build_spread_model(
             local = torch.empty(compat.local_tensor(parameter).shape, dtype=dtype, device=device)
             if local.dim() == 1 and parameter_name == "weight":
                 local.fill_(1.0)
-            else:
-                local.normal_(0.0, WEIGHT_STD, generator=generator)
+            else:  # what every rank has whole is equal on all
+                rank = torch.distributed.get_rank() if compat.is_sharded(parameter) else 0
+                local.normal_(0.0, WEIGHT_STD, generator=generator.manual_seed(next(seeds) + rank))
             made = compat.with_local_tensor(parameter, local) if compat.is_sharded(parameter) else local
             module._parameters[parameter_name] = torch.nn.Parameter(made, requires_grad=False)
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             module._buffers.update(type(module)(config).to(device)._buffers)
+    model.tie_weights()  # which is a part of what is left out
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()

@@ -212,8 +212,7 @@ def explain_config(
         try:
             plan, report = examine(inside)
             if gpus > 1:
-                recorded = "its step is recorded from its own forward, which knows of no other GPUs"
-                why = recorded if plan.is_recorded else several_gpus.why_not_spread(model, gpus)
+                why = several_gpus.why_not_spread(model, gpus)
                 unsupported = None if why is None else f"over {gpus} GPUs: {why}"
                 report = None if why else replace(report, patched={}, ranks=f"{gpus} ranks, modules stay stock's")
         except UnsupportedModelError as error:

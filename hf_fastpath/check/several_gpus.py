@@ -20,7 +20,9 @@ SUM_SECONDS = {2: 3.5e-6, 4: 4.0e-6, 8: 5.0e-6}
 LAYER_SECONDS = 2.0e-6
 #: styles of a ``tp_plan`` whose outputs are put together by a sum or a gather, and those that need nothing
 _JOINED = ("rowwise", "rowwise_split_input", "embedding_rowwise", "colwise_gather_output", "moe_tp_experts")
-_APART = ("colwise", "packed_colwise", "replicated_with_grad_allreduce")
+_APART = ("colwise", "packed_colwise", "packed_rowwise")
+#: styles that leave weights whole
+_WHOLE = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params")
 #: projections that make keys, of all kinds
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 
@@ -58,9 +60,11 @@ class Spread:
 def why_not_spread(model: Any, gpus: int) -> str | None:
     """Return why our loop does not cover a model over so many GPUs, or None. The model may be on the meta device."""
     styles = compat.planned_styles(model)
+    if not compat.is_decoder_alone(model):
+        return f"{type(model).__name__} has an encoder, or reads images or sound, beside its decoder"
     if not styles:
         return f"transformers has no tp_plan for {type(model).__name__}"
-    odd = [name for name, style in styles.items() if style not in (*_JOINED, *_APART)]
+    odd = [name for name, style in styles.items() if style not in (*_JOINED, *_APART, *_WHOLE)]
     if odd:
         return f"{odd[0]} would be spread by {styles[odd[0]]}, which is not covered"
     config = model.config.get_text_config(decoder=True)
@@ -86,7 +90,7 @@ def spread(model: Any, gpus: int) -> Spread:
         if isinstance(modules[owner], nn.Embedding):
             continue
         style = styles.get(name) or styles.get(owner)
-        is_shared = style is not None and style != "replicated_with_grad_allreduce"
+        is_shared = style is not None and style not in _WHOLE
         shared, whole = shared + is_shared * parameter.nbytes, whole + parameter.nbytes
     joined = [name for name, style in styles.items() if style in _JOINED and name not in parameters]
     return Spread(gpus, shared / max(1, whole), len(joined), _divides_heads(styles))

@@ -125,6 +125,7 @@ from .models import (
     text_head,
 )
 from .parallel import (
+    OF_PROCESSES,
     Parallel,
     ShardStyle,
     all_gather,

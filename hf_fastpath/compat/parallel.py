@@ -30,6 +30,8 @@ else:  # no object is an instance of these
 #: what brings tokens to experts that ranks have whole, and adds up what these make of them; up to transformers 5.22 it
 #: was the style itself
 _SUMS_OF_EXPERTS = ("AutoEP", "AllReduceEP", "AllToAllEP", "EpDispatchExpertsParallel")
+#: attributes of a spread model that hold its processes
+OF_PROCESSES = ("_device_mesh", "_mesh_manager")
 
 
 class ShardStyle(Enum):
@@ -44,7 +46,16 @@ class ShardStyle(Enum):
     SOME_EXPERTS = "ep_dispatch_experts"  # experts, of which each rank has its own; the ranks' outputs are summed
     PICKED_EXPERTS = "grouped_gemm"  # the same behind a router that is PICKING
     PICKING = "ep_router"  # not at all; each rank is left with the choices among its own experts
+    OWN = "local_params"  # parameters of the module's own, such as attention sinks; each rank uses its part
     WHOLE = "replicated_with_grad_allreduce"  # not at all; gradients may be summed
+
+
+#: class of a style that changes nothing but gradients, or which parameters a forward sees -> the style
+_OTHER_STYLES = {
+    "TensorParallelLayer": ShardStyle.WHOLE,
+    "MlaKvAProjParallel": ShardStyle.WHOLE,
+    "LocalParamsParallel": ShardStyle.OWN,
+}
 
 
 class Parallel(NamedTuple):
@@ -125,7 +136,7 @@ def _style_of(style: Any, module: nn.Module) -> ShardStyle | None:
         return ShardStyle.PICKING
     if name == "RowwiseParallel" and outputs == Replicate():
         return {Shard(-1): ShardStyle.ROWS, Replicate(): ShardStyle.SPLIT_ROWS}.get(inputs)
-    return ShardStyle.WHOLE if name == "TensorParallelLayer" else None
+    return _OTHER_STYLES.get(name)
 
 
 def spread_like(original: nn.Module, made: nn.Module) -> None:

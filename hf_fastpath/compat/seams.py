@@ -243,6 +243,8 @@ def with_stacks(module: nn.Module, tensors: dict[str, torch.Tensor]) -> nn.Modul
     """Return a module that is as ``module`` but for the weights of its experts, by the names of its parameters."""
     made = copy.copy(module)
     vars(made)["_parameters"] = dict(tensors)
+    if hasattr(module, "num_experts"):  # by which transformers tells experts of other ranks
+        vars(made)["num_experts"] = len(next(iter(tensors.values())))
     return made
 
 

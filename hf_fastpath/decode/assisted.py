@@ -79,7 +79,7 @@ def decode(
         if generator is None:
             reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
     if ranks is not None:
-        reason = ranks.agreed(reason, input_ids.device)
+        reason = ranks.agreed(reason, input_ids.device) or part.reason_of_ranks(state.plans, len(input_ids))
     if reason is None:
         with state.plans.place() as is_free:
             if is_free:

@@ -153,7 +153,8 @@ class Fetching(Program):
         self.notes = [Cause("over_the_bus", f"{host_bytes(part) / 1e9:.4g} GB a step")]
         pages: list[page_lock.Pages] = []
         try:
-            pages = page_lock.lock(filter(_passes, tensors), self._device)
+            # All of them: CUDA copies nothing that begins on a locked page and ends on another, as a norm beside a matrix.
+            pages = page_lock.lock(tensors, self._device)
         except RuntimeError as error:
             self.notes.append(Cause("not_page_locked", str(error)))
         ring = _ring(self._device, [min(sum(sizes), _LAYERS_AHEAD * max(sizes)), max(sizes)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
@@ -76,10 +76,24 @@ def capture(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGra
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 run()
-            finally:
                 graph.capture_end()
+            except BaseException:
+                _end_failed(graph, device)
+                raise
         finally:
             if collecting:
                 gc.enable()
     current.wait_stream(side)
     return graph
+
+
+def _end_failed(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    """End a capture that failed. torch then leaves the generator of random numbers as it is during a capture, where it
+    draws no more; one that succeeds gives it back."""
+    with suppress(RuntimeError):
+        graph.capture_end()
+    number = torch.zeros(1, device=device)
+    after = torch.cuda.CUDAGraph()
+    after.capture_begin(capture_error_mode="thread_local")
+    number.zero_()
+    after.capture_end()

@@ -51,6 +51,11 @@ def copied(
     return made
 
 
+def owner_of(whole: nn.Module, local: nn.Module, module: nn.Module) -> nn.Module:
+    """Return the module of ``whole`` for which a module of its local model stands."""
+    return whole.get_submodule(next(name for name, each in local.named_modules() if each is module))
+
+
 @dataclass(frozen=True)
 class LocalPart(ModelPart):
     """A local model in its roles.
@@ -66,5 +71,4 @@ class LocalPart(ModelPart):
         return self.whole
 
     def owner(self, module: nn.Module) -> nn.Module:
-        name = next(name for name, each in self.module.named_modules() if each is module)
-        return self.whole.get_submodule(name)
+        return owner_of(self.whole, self.module, module)

@@ -62,7 +62,7 @@ def sample(
     part = state.plans.part_of(model)
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if part is not None and part.ranks is not None:
-        reason = part.ranks.agreed(reason, input_ids.device)
+        reason = part.ranks.agreed(reason, input_ids.device) or part.reason_of_ranks(state.plans, len(input_ids))
     if reason is None:
         with state.plans.place() as is_free:
             if is_free:

@@ -52,16 +52,17 @@ def style_of(module: nn.Module) -> ShardStyle | None:
 
 
 def summed(x: torch.Tensor, residual: torch.Tensor | None, shard: Shard) -> torch.Tensor:
-    """Return the sum of ``x`` over all ranks, plus ``residual``; ``x`` is overwritten."""
-    total = shard.ranks.sum(x)
+    """Return the sum of ``x`` over all ranks, plus ``residual``; ``x`` may be overwritten."""
+    total = shard.ranks.sum(x.contiguous())
     return total if residual is None else residual + total
 
 
-def gathered(x: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """Return [..., total], the features of all ranks, given [..., own features]."""
+def gathered(x: torch.Tensor, shard: Shard, first_end: int = 0, second_end: int = 0) -> torch.Tensor:
+    """Return [..., total], the features of all ranks, given [..., own features]; parts as of ``ops.gather_ranks``."""
     width = -(-shard.total // shard.ranks.size)  # the last rank may have fewer
-    whole = shard.ranks.gather(nn.functional.pad(x, (0, width - x.shape[-1])))
-    return whole.movedim(0, -2).flatten(-2)[..., : shard.total].contiguous()
+    whole = shard.ranks.gather(nn.functional.pad(x, (0, width - x.shape[-1]))).movedim(0, -2)
+    parts = whole.tensor_split((first_end, second_end), dim=-1)
+    return torch.cat([each.flatten(-2) for each in parts], dim=-1)[..., : shard.total].contiguous()
 
 
 def own_inputs(x: torch.Tensor, shard: Shard) -> torch.Tensor:

@@ -94,7 +94,7 @@ class Ranks:
             peers = Peers(self, device)
         except RuntimeError as error:
             self._why_no_peers = next(iter(str(error).splitlines()), "")
-        if all(has_peers for (has_peers,) in self._told([peers is not None], device)):
+        if all(has_peers for (has_peers,) in self.told([peers is not None], device)):
             self.peers = peers
 
     def __str__(self) -> str:
@@ -171,8 +171,11 @@ class Ranks:
 
     # ---- before a call ------------------------------------------------------------------------------------------
 
-    def _told(self, facts: list[int], device: torch.device) -> list[list[int]]:
-        """Return what each rank tells; ranks may come late, as to any collective of the user's."""
+    def told(self, facts: list[int], device: torch.device) -> list[list[int]]:
+        """Return what each rank tells; ranks may come late, as to any collective of the user's.
+
+        Every rank has to call this method.
+        """
         mine = torch.tensor(facts, dtype=torch.long, device=device)
         out = mine.new_empty(self.size * len(facts))
         compat.all_gather(out, mine, group=self.group)
@@ -183,7 +186,7 @@ class Ranks:
 
         Every rank has to call this method.
         """
-        others = [rank for rank, (has_reason,) in enumerate(self._told([reason is not None], device)) if has_reason]
+        others = [rank for rank, (has_reason,) in enumerate(self.told([reason is not None], device)) if has_reason]
         if reason is not None or not others:
             return reason
         return Cause("other_rank", f"rank {others[0]}")
@@ -204,7 +207,7 @@ class Ranks:
         """
         seen = [b"" if each is None else each.cpu().numpy().tobytes() for each in (ids, mask)]
         facts = [*ids.shape, *map(zlib.crc32, (*seen, repr(settings).encode()))]
-        *told, own_code = zip(*self._told([*facts, has_own_code], ids.device))
+        *told, own_code = zip(*self.told([*facts, has_own_code], ids.device))
         told = list(zip(*told))
         for rank, other in enumerate(told):
             if other != told[0]:

@@ -8,7 +8,7 @@ behind the products that need it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,20 @@ EXPERT_STYLES = (ShardStyle.EXPERTS, ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_
 _IN_FRONT = {ShardStyle.ROWS: ShardStyle.COLUMNS, ShardStyle.SPLIT_ROWS: ShardStyle.GATHERED}
 
 
-def local_model(architecture: Architecture, model: nn.Module, ranks: Ranks) -> nn.Module:
-    """Return a model of this rank's shards: its tensors are those of ``model``, and its sizes are the rank's.
+def local_model(model: nn.Module, ranks: Ranks, architecture: Architecture | None = None) -> nn.Module:
+    """Return a model of this rank's shards: its tensors are those of ``model``.
 
     Modules of which the rank has all are those of ``model`` itself.
+
+    Args:
+        architecture: says which modules are attention, whose configs get the rank's number of heads; or None.
     """
     dtype = model.get_input_embeddings().weight.dtype
 
     def local(module: nn.Module, children: dict[str, Any]) -> nn.Module:
         parallel = compat.parallel_forward(module)
-        shard = None if parallel is None else _shard(architecture, module, parallel.style, ranks, dtype)
-        is_attention = architecture.part_of(module) == "attention"
+        shard = None if parallel is None else _shard(module, parallel.style, ranks, dtype)
+        is_attention = architecture is not None and architecture.part_of(module) == "attention"
         if parallel is None and not is_attention and not has_local(module, children):
             return module
         made = _copy(module, children, parallel, shard)
@@ -64,18 +67,21 @@ def _copy(
             parameters["bias"] = None  # the sum is to hold the bias once
     forward = vars(module).get("forward") if parallel is None else parallel.inner
     own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
-    return copied(module, children, None if own else forward, _parameters=parameters, **contents)
+    contents["_parameters"] = parameters
+    return copied(module, children, None if own else forward, leave_out=compat.OF_PROCESSES, **contents)
 
 
-def _shard(
-    architecture: Architecture, module: nn.Module, style: ShardStyle | None, ranks: Ranks, dtype: torch.dtype
-) -> Shard | None:
-    if style in (None, ShardStyle.WHOLE):
+def _shard(module: nn.Module, style: ShardStyle | None, ranks: Ranks, dtype: torch.dtype) -> Shard | None:
+    if style in (None, ShardStyle.WHOLE, ShardStyle.OWN):
         return None
     weight = module._parameters.get("weight")
-    if (moe := architecture.moe) is not None and style in EXPERT_STYLES:
-        down = getattr(module, moe.down)
-        total, features = len(down), down.shape[2 if moe.transposed else 1]
+    if style in EXPERT_STYLES:
+        stacks = compat.expert_stacks(module)
+        if stacks is None:
+            return None
+        down = stacks.tensors[stacks.roles["down_weight"]]
+        inner = compat.sharded_dim(down) if style is ShardStyle.EXPERTS and compat.is_sharded(down) else None
+        total, features = len(down), down.shape[3 - (inner or (1 if stacks.is_transposed else 2))]
     elif weight is None:  # quantized
         total = features = module.out_features
     else:
@@ -126,23 +132,10 @@ class ShardedPart(LocalPart):
     def spread_reason(self) -> str | None:
         """Return why this way to spread the model is not covered, or None."""
         expected = {id(module): styles for module, styles in self._roles()}
-        for name, module in self.whole.named_modules():
-            parallel = compat.parallel_forward(module)
-            sharded = [p for p in module._parameters.values() if compat.is_sharded(p)]
-            if parallel is None:
-                if sharded:
-                    return Cause("sharded", f"{name} has DTensors and no forward of transformers' for them")
-                continue
-            if parallel.style is ShardStyle.WHOLE and not sharded:
-                continue
-            if parallel.style is None:
-                return Cause("sharded", f"{name} is spread by {parallel.name}")
-            if expected.get(id(self.module.get_submodule(name))) is not parallel.style:
-                what = f"{name} is spread by {parallel.style.value}, which its place or its neighbors do not go with"
-                return Cause("sharded", what)
-            if (sharded or parallel.style in EXPERT_STYLES) and not self._is_spread_as_said(module, parallel.style):
-                return Cause("sharded", f"{name} is spread otherwise than its style {parallel.style.value} says")
-        return self._heads_reason()
+        found = spread_reason(
+            self.whole, lambda name, style: expected.get(id(self.module.get_submodule(name))) is style
+        )
+        return found or self._heads_reason()
 
     def _roles(self) -> Iterator[tuple[nn.Module, ShardStyle]]:
         """Yield the modules that may be spread, and how; those of attention, or of an MLP, are spread all or none."""
@@ -194,25 +187,55 @@ class ShardedPart(LocalPart):
                 return Cause("sharded", "a norm over the heads of all ranks", layer.attention.module)
         return None
 
-    def _is_spread_as_said(self, module: nn.Module, style: ShardStyle) -> bool:
-        parameters = {name: each for name, each in module._parameters.items() if each is not None}
-        if style in EXPERT_STYLES:
-            moe = self.architecture.moe
-            names = [moe.gate_up, moe.down, moe.gate_up_bias, moe.down_bias]
-            if parameters.keys() != {*names} - {None} or not all(map(compat.is_sharded, parameters.values())):
-                return False
-            if style is not ShardStyle.EXPERTS:
-                return {*map(compat.sharded_dim, parameters.values())} == {0}
-            gate_up, down = (parameters[name] for name in names[:2])
-            return len(parameters) == 2 and compat.halves_sharded_dim(gate_up) == 1 and compat.sharded_dim(down) == 2
-        for name, parameter in parameters.items():
-            dim = compat.sharded_dim(parameter) if compat.is_sharded(parameter) else None
-            wanted = None if style is ShardStyle.PICKING else 0
-            if style in (ShardStyle.ROWS, ShardStyle.SPLIT_ROWS):
-                wanted = None if name == "bias" else 1
-            if dim != wanted:
-                return False
-        return True
+
+def spread_reason(whole: nn.Module, fits: Callable[[str, ShardStyle], bool]) -> Cause | None:
+    """Return why the way in which a model's modules are spread is not covered, or None.
+
+    Args:
+        fits: whether the module of a name may be spread in a way.
+    """
+    for name, module in whole.named_modules():
+        parallel = compat.parallel_forward(module)
+        sharded = [p for p in module._parameters.values() if compat.is_sharded(p)]
+        if parallel is None:
+            if sharded:
+                return Cause("sharded", f"{name} has DTensors and no forward of transformers' for them")
+            continue
+        if parallel.style is ShardStyle.WHOLE and not sharded:
+            continue
+        if parallel.style is None:
+            return Cause("sharded", f"{name} is spread by {parallel.name}")
+        if not fits(name, parallel.style):
+            what = f"{name} is spread by {parallel.style.value}, which its place or its neighbors do not go with"
+            return Cause("sharded", what)
+        if (sharded or parallel.style in EXPERT_STYLES) and not _is_spread_as_said(module, parallel.style):
+            return Cause("sharded", f"{name} is spread otherwise than its style {parallel.style.value} says")
+    return None
+
+
+def _is_spread_as_said(module: nn.Module, style: ShardStyle) -> bool:
+    """Whether a module's DTensors are spread as its style says."""
+    parameters = {name: each for name, each in module._parameters.items() if each is not None}
+    if style in EXPERT_STYLES:
+        stacks = compat.expert_stacks(module)
+        if stacks is None or not all(map(compat.is_sharded, parameters.values())):
+            return False
+        if style is not ShardStyle.EXPERTS:
+            return {*map(compat.sharded_dim, parameters.values())} == {0}
+        up, down = (stacks.tensors[stacks.roles[role]] for role in ("gate_up_weight", "down_weight"))
+        of_up = compat.halves_sharded_dim(up) if stacks.has_gate else compat.sharded_dim(up)
+        is_inner = of_up in (1, 2) and compat.sharded_dim(down) == 3 - of_up  # 2 and 1 if they are transposed
+        return len(parameters) == 2 and stacks.is_concatenated and is_inner
+    if style is ShardStyle.OWN:
+        return all(compat.sharded_dim(each) is not None for each in parameters.values() if compat.is_sharded(each))
+    for name, parameter in parameters.items():
+        dim = compat.sharded_dim(parameter) if compat.is_sharded(parameter) else None
+        wanted = None if style is ShardStyle.PICKING else 0
+        if style in (ShardStyle.ROWS, ShardStyle.SPLIT_ROWS):
+            wanted = None if name == "bias" else 1
+        if dim != wanted:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -236,5 +259,5 @@ class Sharded:
         whole = model_part(self.architecture, model)
         if whole is None:
             return None
-        local = local_model(self.architecture, model, self.ranks)
+        local = local_model(model, self.ranks, self.architecture)
         return ShardedPart(self.architecture, local, whole.windows, model, self.ranks)

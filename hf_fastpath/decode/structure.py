@@ -109,6 +109,10 @@ class ModelPart(Part):
         """Return None: nothing about a described step has to be proven."""
         return None
 
+    def reason_of_ranks(self, plans: Any, batch: int) -> str | None:
+        """Return None: nothing about what ranks put together in a described step has to be proven."""
+        return None
+
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """What each layer of the cache holds."""

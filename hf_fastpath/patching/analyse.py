@@ -16,12 +16,13 @@ from ..decode.layer_part import LayerPart
 from ..decode.offloaded import Described
 from ..decode.plan_cache import Family
 from ..decode.ranks import Ranks
-from ..decode.shards import Sharded
+from ..decode.shards import Sharded, ShardedPart
 from ..native import loader
 from ..options import Options
 from ..quantization import replacing
 from ..reasons import Cause, named
 from ..recording.part import Recorded
+from ..recording.spread_part import RecordedOverRanks
 from .plan import Binding, Declined, PatchPlan
 
 #: environment variable; if it is set, whole models are recorded even if an architecture file describes them
@@ -94,19 +95,25 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
     Every rank has to call this: all come to the same reason.
     """
     ranks = Ranks(compat.rank_group(model))
-    families = [Sharded(each, ranks) for each in architectures()]
+    reason = _loop_disabled(options) or (None if no_kernels is None else Cause(no_kernels, module=model))
+    families: list[Family] = [] if os.environ.get(RECORD) else [Sharded(each, ranks) for each in architectures()]
+    if compat.is_decoder_alone(model):
+        families.append(RecordedOverRanks(model, ranks))
+    elif reason is None:
+        reason = Cause("sharded", "an encoder, or what reads images or sound, beside the decoder", model)
     found = ((each, each.model_part(model)) for each in families)
     family, whole = next((pair for pair in found if pair[1] is not None), (None, None))
-    reason = _loop_disabled(options) or (None if no_kernels is None else Cause(no_kernels, module=model))
     reason = reason or _whole_reason(model, whole)
-    if reason is None and whole is not None:
+    if isinstance(whole, ShardedPart) and reason is None:
         reason = whole.spread_reason() or _lasting_reason(whole)
     reason = ranks.agreed(reason, next(model.parameters()).device)
-    replacements, refusal = _quantized(model, whole, options)
+    if whole is not None and whole.is_recorded and reason is not None:
+        family = whole = None
+    replacements, refusal = _quantized(model, whole, options, reason)
     return PatchPlan(
         model=model,
         options=options,
-        architecture=None if whole is None else whole.architecture,
+        architecture=whole.architecture if isinstance(whole, ShardedPart) else None,
         by_structure=None,
         family=family,
         bindings=(),

@@ -220,6 +220,8 @@ def _record_again(recorded: Recorded, state: PatchState) -> None:
     recorded.first = None
     part = recorded.model_part(state.model)
     reason = part.reason() or part.proof_reason(state.plans, 1)
+    if part.ranks is not None:
+        reason = part.ranks.agreed(reason, part.devices[0]) or part.reason_of_ranks(state.plans, 1)
     if reason is not None:
         why = explained(named(reason, part.module))
         asked = f"weights={state.options.weights!r}, lm_head={state.options.lm_head!r}"

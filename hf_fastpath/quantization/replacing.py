@@ -105,8 +105,8 @@ def why_not_quantized(
     why = reason or "class_not_supported" if part is None else part.reason()
     if why is not None:
         return f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
-    linears = () if part.ranks is None else (each for layer in part.layers for each in layer.projections())
-    if any(style_of(linear) in _TO_ALL_RANKS for linear in linears):
+    groups = part.projections() if part.is_recorded else [layer.projections() for layer in part.layers]
+    if any(style_of(linear) in _TO_ALL_RANKS for linears in groups for linear in linears):
         return (
             f"{wanted} takes a model whose ranks keep the features that they make; this one's tp_plan has "
             f"{' and '.join(style.value for style in _TO_ALL_RANKS)}: load the model whole"
@@ -129,8 +129,8 @@ def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
     found = []
     if part.is_recorded:
         for linears in part.projections():
-            wide = tuple(each for each in linears if each.out_features >= _LEAST_OUTPUTS * each.in_features)
-            found += [Replacement((wide,), format)] * bool(wide)
+            wide = [each for each in linears if each.out_features >= _LEAST_OUTPUTS * each.in_features]
+            found += [Replacement((tuple(map(part.owner, wide)),), format)] * bool(wide)
     for layer in () if part.is_recorded else part.layers:
         groups = (tuple(map(part.owner, linears)) for linears in of_one_input(layer))
         found.append(Replacement(tuple(groups), format))

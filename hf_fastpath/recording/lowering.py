@@ -344,12 +344,12 @@ def run_angles(tables, formula, dtype, pairs, shape):
 
 def run_experts(
     x, ids, weights, gate_up_weight, down_weight, activation, residual=None, gate_up_bias=None, down_bias=None,
-    transposed=False, alpha=1.702, limit=7.0, concatenated=False,
+    transposed=False, alpha=1.702, limit=7.0, concatenated=False, first_expert=0,
 ):  # fmt: skip
-    """Run ``ops.fused_experts`` with the experts that the model's own code has chosen."""
+    """Run ``ops.fused_experts`` with the experts that the model's own code has chosen; see ``marks.experts``."""
     settings = (activation, False, gate_up_bias, down_bias, transposed, alpha, limit, concatenated)
     stacks = gate_up_weight, down_weight
-    return ops.fused_experts.overload(x, ids.long(), weights.float(), *stacks, residual, *settings)
+    return ops.fused_experts.overload(x, ids.long() - first_expert, weights.float(), *stacks, residual, *settings)
 
 
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -373,6 +373,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.sigmoid_gated: lambda self, call, x, gate: self._emit(
         ops.fused_swiglu.overload, gate=gate, up=x, activation=Activation.SIGMOID
     ),
+    marks.glu: lambda self, call, **arguments: self._emit(ops.fused_swiglu.overload, **arguments),
     marks.angles: Lowering._angles,
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,

@@ -13,6 +13,7 @@ from torch import nn
 from .. import compat, ops
 from ..choices import Activation, NormKind, Rotation
 from ..decode.named_calls import Norm
+from ..decode.rank_calls import gathered, own_embeddings, summed
 from ..ops.topk_softmax import reference as topk_softmax
 
 
@@ -137,10 +138,11 @@ def latent_attend(q, states, layer, scale, window, weight, cos=None, sin=None, r
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None, **layout):
-    """See ``ops.fused_experts``, which also has the arguments in ``layout``."""
-    stacks = gate_up_weight, down_weight
-    return ops.fused_experts.reference(x, ids.long(), weights, *stacks, residual, activation, **layout)
+def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None, first_expert=0, **layout):
+    """See ``ops.fused_experts``, which also has the arguments in ``layout``; the weights are those of the experts from
+    ``first_expert`` on."""
+    stacks, ids = (gate_up_weight, down_weight), ids.long() - first_expert
+    return ops.fused_experts.reference(x, ids, weights, *stacks, residual, activation, **layout)
 
 
 def routed_experts(x, logits, top_k, normalized, rounded, **others):
@@ -150,11 +152,17 @@ def routed_experts(x, logits, top_k, normalized, rounded, **others):
     return experts(x, ids, weights, **others)
 
 
-def other_experts(x, ids, weights, module):
-    """Run the experts of a module as transformers does that gathers their weights, see ``passes.experts``."""
+def other_experts(x, ids, weights, module, first_expert=None):
+    """Run the experts of a module as transformers does that gathers their weights, see ``passes.experts``.
+
+    With ``first_expert`` the module has some experts from that one on, and others that are chosen add nothing.
+    """
     held = dict(module.named_parameters())
     if any(each.dtype != x.dtype for each in held.values()):  # while formulas are compared in float64
         module = compat.with_stacks(module, {name: each.to(x.dtype) for name, each in held.items()})
+    if first_expert is not None:
+        ids, count = ids - first_expert, len(next(iter(held.values())))
+        weights, ids = weights.masked_fill((ids < 0) | (ids >= count), 0), ids.clamp(0, count - 1)
     return compat.gathered_experts(module, x, ids, weights)
 
 
@@ -182,6 +190,11 @@ def gated(x, gate_weight, up_weight, activation, norm=None):
 def sigmoid_gated(x, gate):
     """Return ``x * sigmoid(gate)``; the two may lie in different orders, and a row may have one gate."""
     return x * torch.sigmoid(gate)
+
+
+def glu(gate, up, activation):
+    """Return ``activation(gate) * up``; the two may lie in one tensor side by side."""
+    return activated(gate, activation) * up
 
 
 def angles(tables, formula, dtype, pairs):
@@ -216,6 +229,10 @@ EFFECTS = (append, short_convolution, gated_delta_step, selective_state_step)
 STRIDED = (short_convolution, gated_delta_step, selective_state_step, gated_norm)
 
 
+#: what ranks put together; these calls are in a plan as they are in a recorded list
+OF_RANKS = (summed, gathered, own_embeddings)
+
+
 def is_mark(op) -> bool:
-    """Whether a call is one of this module's, not PyTorch's."""
-    return getattr(op, "__module__", "") == __name__
+    """Whether a call is one of this module's or of ranks together, not PyTorch's."""
+    return getattr(op, "__module__", "") == __name__ or op in OF_RANKS

@@ -15,6 +15,7 @@ from ..decode.named_calls import Emit
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program
+from ..decode.ranks import Ranks
 from ..decode.structure import MAX_BATCH
 from ..native import loader
 from ..ops.decode_attention import takes_head_dim
@@ -79,8 +80,8 @@ class RecordedPart:
     rope_kinds: tuple = ()
     is_cast_down = False
     is_recorded = True
-    ranks = None  # a model that is spread over processes is not recorded
-    host_weights: tuple = ()  # nor is one that is offloaded
+    ranks: Ranks | None = None  # see .spread_part
+    host_weights: tuple = ()  # a model that is offloaded is not recorded
     sources: tuple = ()
 
     def __init__(self, architecture: Recorded, module: nn.Module):
@@ -196,6 +197,10 @@ class RecordedPart:
     def source(self) -> nn.Module:
         return self.module
 
+    def owner(self, module: nn.Module) -> nn.Module:
+        """Return the module of :attr:`source` that a module of :attr:`module` stands for."""
+        return module
+
     @property
     def num_embeddings(self) -> int:
         return len(self.embedding.weight)
@@ -269,8 +274,9 @@ class RecordedPart:
         return None
 
     def _not_recorded(self, error: Exception, where: str = "") -> Cause:
-        what = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
-        return Cause("not_recorded", f"{where}{what}", self.module)
+        is_known = isinstance(error, Unrecordable)
+        what = str(error) if is_known else f"{type(error).__name__}: {error}"
+        return Cause(error.code if is_known else Unrecordable.code, f"{where}{what}", self.module)
 
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
         """Return why the recorded step is not used though there is one, or None: it cannot be recorded for so many
@@ -340,7 +346,7 @@ class RecordedPart:
 
     def _tensors_reason(self) -> str | None:
         parameters = list(self.module.parameters())
-        if any(compat.is_sharded(each) for each in parameters):
+        if any(map(compat.is_sharded, parameters)):
             return Cause("sharded", module=self.module)
         odd = next((each for each in parameters if type(each) not in PLAIN_TENSORS), None)
         if odd is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..decode.named_calls import Call, Register, bound
+from . import marks
 from .recording import registers_in
 
 _WIDE = {
@@ -67,6 +68,8 @@ def evaluate(
     for call in calls:
         if call.out.index in values:
             continue
+        if call.op in marks.OF_RANKS:
+            raise NotImplementedError("no other rank takes part")
         arguments = {name: value(each) for name, each in call.arguments.items()}
         if "pin_memory" in arguments:
             arguments["pin_memory"] = False

@@ -14,6 +14,7 @@ from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.encoded import Encoded, Seen
 from ..decode.plan_cache import PlanCache
+from ..errors import RankError
 from ..reasons import Cause
 
 #: tokens of the prompt, and steps after it
@@ -55,7 +56,7 @@ def difference(part: Any, plans: PlanCache) -> float:
     """Return mean|ours - stock| of logits over mean|stock|, of random tokens and, if the model has an encoder, behind a
     random output of it; of a model with experts the smallest of a few steps, since a router may choose otherwise
     between two experts whose scores are equal but for rounding."""
-    model, device = part.module, part.embedding.weight.device
+    model, device = part.source, part.embedding.weight.device
     attention = _WideAttention() if device.type == "cuda" else nullcontext()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(part.vocab_size, (1, _PROMPT + _STEPS), generator=generator, device="cpu").to(device)
@@ -102,6 +103,8 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
         allowed = min(_MOST, _TIMES * growth * max(part.architecture.twins_difference, least))
         try:
             found = difference(part, plans)
+        except RankError:  # no verdict: other ranks are lost
+            raise
         except Exception as error:  # nobody has tried this model's steps: anything may be raised
             part.verdict = (Cause("not_proven", f"{type(error).__name__}: {error}", part.module),)
             return part.verdict[0]

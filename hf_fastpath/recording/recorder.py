@@ -13,14 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import compat
 from ..decode.named_calls import Call, Register
+from ..decode.rank_calls import shard_of, style_of
 from . import marks
 from .latent import Expansion
 from .probing import evaluate
-from .recording import EncodedLayer, OwnPadding, Span, Unrecordable, behind
+from .recording import EncodedLayer, Misspread, OwnPadding, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
 
 _aten = torch.ops.aten
 
+#: ways to spread experts so that a rank has some as a whole
+_WHOLE_EXPERTS = (compat.ShardStyle.SOME_EXPERTS, compat.ShardStyle.PICKED_EXPERTS)
 #: tokens for which keys and values are made of a latent, to see how that is done
 _EXPANDED = 3
 #: the recorder that runs in this context
@@ -51,6 +54,7 @@ class Recorder:
         self._written: set[int] = set()  # storages that calls write to
         self._states: dict[tuple[int, ...], tuple[Register, int]] = {}  # registers of keys, values -> of both, layer
         self._encoded: dict[tuple[int, ...], int] = {}  # the same of what an encoder has read -> layer
+        self._is_spread = any(shard_of(module) is not None for module in skeleton.model.modules())
         self._paths = {id(module): path for path, module in skeleton.copy.named_modules()}
 
     # ---- values -----------------------------------------------------------------------------------------------
@@ -182,6 +186,7 @@ class Recorder:
         if layer is not None:
             self._check_encoded(attention_mask, others, s_aux)
             return self._attend_encoded(query, key, value, layer, scaling, softcap), None
+        self._check_pairs(module, query, key)
         found, expansion = self._states.get(self._indices((key, value))), None
         if found is None:
             expansion = self.expansions.get((id(key), id(value)))
@@ -211,6 +216,14 @@ class Recorder:
         else:
             self.emit(marks.latent_attend, arguments | {"weight": expansion.weight}, out)
         return out, None
+
+    def _check_pairs(self, module: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+        """Refuse a rank's part of the queries beside several KV heads of all ranks: attention would pair others than
+        the whole model does."""
+        heads, kv_heads = query.shape[1], key.shape[1]
+        group = getattr(module, "num_key_value_groups", max(1, heads // kv_heads))
+        if self._is_spread and kv_heads > 1 and heads != kv_heads * group:
+            raise Misspread(f"{heads} heads of a rank beside {kv_heads} KV heads of all ranks")
 
     def _refuse_tensors(self, others: dict[str, Any]) -> None:
         strange = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]
@@ -327,6 +340,8 @@ class Recorder:
         with self.quiet():
             out = torch.empty_like(hidden_states)
         given = dict(x=hidden_states, ids=top_k_index, weights=top_k_weights)
+        if style_of(real) in _WHOLE_EXPERTS:
+            given["first_expert"] = shard_of(real).first
         self.emit(marks.other_experts, given | {"module": real}, out)
         return out
 

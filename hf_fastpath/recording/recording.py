@@ -15,7 +15,19 @@ from . import marks
 
 
 class Unrecordable(Exception):
-    """A step that cannot be written down as a list of calls; the message says which line did it."""
+    """A step that cannot be written down as a list of calls; the message says which line did it.
+
+    Attributes:
+        code: of the reason for stock code.
+    """
+
+    code = "not_recorded"
+
+
+class Misspread(Unrecordable):
+    """A step of a model whose ranks compute something else than the model does."""
+
+    code = "sharded"
 
 
 class OwnPadding(Unrecordable):

@@ -13,6 +13,7 @@ from torch import nn
 from .. import compat
 from . import modes
 from .recorder import Recorder
+from .spread import spread_modules
 
 #: tokens of the forward
 _TOKENS = 3
@@ -23,7 +24,7 @@ _SETTINGS = (bool, int, float, str, tuple, list, torch.dtype)
 def rehearse(recorder: Recorder, batch: int, cache: Any, arguments: dict[str, Any]) -> None:
     """Run the copy of a model for a few tokens of ``batch`` sequences into an empty cache."""
     tokens = torch.zeros(batch, _TOKENS, dtype=torch.long, device=recorder.skeleton.device)
-    with recorder.rehearsing(), modes.Functions(recorder):
+    with recorder.rehearsing(), spread_modules(recorder), modes.Functions(recorder):
         recorder.skeleton.run(tokens, None, cache, arguments)
 
 

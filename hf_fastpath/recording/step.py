@@ -21,6 +21,7 @@ from .recorder import Recorder, recorder
 from .recording import EncodedLayer, Recording, Unrecordable
 from .rehearsal import cache_with_states, rehearse
 from .skeleton import Skeleton
+from .spread import spread_modules
 
 #: places of an encoder's output
 _ENCODED = 1009
@@ -86,7 +87,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             encoder_output = noting.given(given_output.last_hidden_state)
             encoded = [noting.encoded(*each) for each in _without_gaps(compat.encoded_states(whole))]
             cache.keep(len(encoded))
-        with modes.spans(noting), modes.Dispatch(noting), modes.Functions(noting):
+        with modes.spans(noting), spread_modules(noting), modes.Dispatch(noting), modes.Functions(noting):
             logits = skeleton.run(tokens, positions, whole, arguments)
     if tuple(logits.shape[:2]) != (batch, query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")

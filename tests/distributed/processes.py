@@ -17,6 +17,7 @@ from models import build, left_padded, prompt
 from torch import nn
 from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import hf_fastpath
 
@@ -49,6 +50,19 @@ def spread(folder: Path, **options: Any) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def attention_config(others: dict[str, str], queries: dict[str, str]) -> DistributedConfig:
+    """Return a config that spreads attention in part: rules change the model's plan or, in old releases, are it."""
+    changes = "ep_size" in DistributedConfig.__dataclass_fields__
+    rules = others | queries if changes else queries
+    plan = {f"model.layers.*.self_attn.{name}": style for name, style in rules.items()}
+    return DistributedConfig(tp_size=COUNT, tp_plan=plan)
+
+
+def with_whole_kv() -> DistributedConfig:
+    """Return a config that leaves keys and values whole on every rank."""
+    return attention_config(dict(k_proj="replicate", v_proj="replicate"), dict(q_proj="colwise", o_proj="rowwise"))
 
 
 def save(folder: Path, architecture: str = "llama", **sizes: Any) -> Path:

@@ -13,6 +13,7 @@ from processes import (
     assert_fast,
     assert_half_types,
     assert_tokens,
+    attention_config,
     device,
     needs_processes,
     run,
@@ -20,8 +21,8 @@ from processes import (
     some_prompt,
     spread,
     tokens_of,
+    with_whole_kv,
 )
-from transformers.distributed import DistributedConfig
 
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError
@@ -29,7 +30,6 @@ from hf_fastpath import UnsupportedModelError
 pytestmark = needs_processes
 #: q, k and v in one and gate and up in one; norms over all heads; the same with experts
 GATHERING = ("phi3", "olmo2", "olmo3", "olmoe")
-ATTENTION = "model.layers.*.self_attn."
 
 
 def _equal_tokens(rank: int, folder: Path) -> None:
@@ -48,21 +48,10 @@ def test_features_that_are_gathered(tmp_path):
     run(_equal_tokens, tmp_path)
 
 
-def _config(others: dict[str, str], queries: dict[str, str]) -> DistributedConfig:
-    """Return a config that spreads attention in part: rules change the model's plan or, in old releases, are it."""
-    changes = "ep_size" in DistributedConfig.__dataclass_fields__
-    rules = others | queries if changes else queries
-    return DistributedConfig(tp_size=2, tp_plan={ATTENTION + name: style for name, style in rules.items()})
-
-
-def _with_whole_kv() -> DistributedConfig:
-    return _config(dict(k_proj="replicate", v_proj="replicate"), dict(q_proj="colwise", o_proj="rowwise"))
-
-
 def _one_kv_head(rank: int, folder: Path) -> None:
     """Stock code takes such a model with sdpa and without a mask alone."""
     here = device(rank)
-    model = spread(folder, distributed_config=_with_whole_kv(), attn_implementation="sdpa")
+    model = spread(folder, distributed_config=with_whole_kv(), attn_implementation="sdpa")
     whole = build("llama", **SIZES | dict(num_key_value_heads=1)).to(here)
     inputs, padded = {"input_ids": some_prompt(here, 2)}, left_padded(here, 3)
     padded["input_ids"] = padded["input_ids"] % (SIZES["vocab_size"] - 1) + 1
@@ -81,7 +70,7 @@ def test_a_kv_head_that_all_ranks_have(tmp_path):
 
 
 def _refused(rank: int, folder: Path) -> None:
-    two_kv_heads = spread(folder / "llama", distributed_config=_with_whole_kv())
+    two_kv_heads = spread(folder / "llama", distributed_config=with_whole_kv())
     with pytest.raises(UnsupportedModelError, match="q_proj is spread by colwise, which"):
         hf_fastpath.patch(two_kv_heads, quiet=True)
     with pytest.raises(UnsupportedModelError, match="4 heads and 1 KV heads do not divide over 2 ranks"):
@@ -89,7 +78,7 @@ def _refused(rank: int, folder: Path) -> None:
     with pytest.raises(ValueError, match="has colwise_gather_output and rowwise_split_input"):
         hf_fastpath.patch(spread(folder / "phi3"), weights="int8", quiet=True)
     whole = dict(q_proj="replicate", k_proj="replicate", v_proj="replicate")
-    model = spread(folder / "llama", distributed_config=_config(whole, dict(o_proj="rowwise_split_input")))
+    model = spread(folder / "llama", distributed_config=attention_config(whole, dict(o_proj="rowwise_split_input")))
     inputs = {"input_ids": some_prompt(device(rank))}
     expected, before = model.generate(**inputs, **GREEDY), instances(model)
     for options in ({}, dict(strict=True), dict(ops="norm"), dict(weights="int8")):

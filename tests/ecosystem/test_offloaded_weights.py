@@ -284,7 +284,7 @@ def test_copies_may_come_as_late_as_calls_wait_for_them(offload, device, monkeyp
         while load is not copies.loads[number]:
             load = started.popleft()
             for target, source in load.copies:
-                target.copy_(source)
+                target.copy_(source, non_blocking=True)
 
     monkeypatch.setattr(fetch, "start_copies", start)
     monkeypatch.setattr(fetch, "await_copies", arrive)

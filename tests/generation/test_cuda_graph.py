@@ -17,6 +17,7 @@ import hf_fastpath
 from hf_fastpath.check.comparison import decode_logits
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan as plan_module
+from hf_fastpath.decode.graph import capture
 from hf_fastpath.decode.plan import MAX_EOS_TOKENS, DecodePlan
 
 
@@ -245,3 +246,19 @@ def test_no_synchronization_a_token(sample, cuda):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         long, short = pool.submit(_waits, sample, cuda, (80, 40)).result()
     assert long == short
+
+
+def test_a_capture_that_fails_leaves_random_numbers_alone(cuda):
+    """torch would refuse to draw from then on, in every model of the process."""
+    x = torch.ones(4, device=cuda)
+    with pytest.raises(RuntimeError, match="captur"):
+        capture(lambda: x.add_(1).cpu(), cuda)  # a wait for the device, which no graph can hold
+    with pytest.raises(KeyError):
+        capture(lambda: {}["no such"], cuda)
+    torch.manual_seed(3)
+    expected = torch.randn(4, device=cuda)
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(4, device=cuda), expected)
+    before = x.clone()
+    capture(lambda: x.add_(1), cuda).replay()
+    assert torch.equal(x, before + 1)

@@ -73,6 +73,11 @@ def test_explain_over_several_gpus(tmp_path):
     for alone, shared in zip(one.steps, two.steps):
         assert shared.kv_bytes == alone.kv_bytes and shared.sums in (9, 10)
     assert two.fast
+    small_config("deepseek_v3").save_pretrained(tmp_path / "recorded")  # all GPUs have the latents
+    one, two = explain(tmp_path / "recorded"), explain(tmp_path / "recorded", gpus=2)
+    assert two.fast and two.report.architecture == "recorded"
+    for alone, shared in zip(one.steps, two.steps):
+        assert shared.kv_bytes == alone.kv_bytes and alone.weight_bytes / 2 < shared.weight_bytes < alone.weight_bytes
 
 
 def test_explain_takes_the_dtype_and_needs_no_bandwidth(tmp_path):

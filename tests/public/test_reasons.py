@@ -244,7 +244,7 @@ class TwoRanks(Ranks):
     def __init__(self):
         self.rank, self.size = 0, 2
 
-    def _told(self, facts, device):
+    def told(self, facts, device):
         return [facts, [1]]
 
 

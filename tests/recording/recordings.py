@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.named_calls import Call, Norm
+from hf_fastpath.decode.rank_calls import gathered
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.probing import evaluate
 from hf_fastpath.recording.recording import Recording, registers_in
@@ -164,6 +165,8 @@ def _computing(recording: Recording, call: Call, seed: int, positions: torch.Ten
     store = _Store(seed, (recording.batch, recording.query_len), recording.past)
     if call.op is marks.append:
         return store
+    if call.op in marks.OF_RANKS:
+        return _of_alike_ranks(call)
     function = {
         marks.attend: _attend,
         marks.rotated_attention: _rotated,
@@ -173,6 +176,16 @@ def _computing(recording: Recording, call: Call, seed: int, positions: torch.Ten
         return call.op
     shape = recording.fact(call.out).shape
     return lambda **arguments: function(store, **arguments).reshape(shape)
+
+
+def _of_alike_ranks(call: Call) -> Callable[..., torch.Tensor]:
+    """Give what a call computes if all ranks have the same."""
+    count = call.arguments["shard"].ranks.size
+    if call.op is gathered:
+        return lambda x, shard, first_end=0, second_end=0: torch.cat(
+            [part for part in x.tensor_split((first_end, second_end), dim=-1) for _ in range(count)], dim=-1
+        )
+    return lambda x, residual, shard: count * x + (0 if residual is None else residual)
 
 
 @dataclass(frozen=True)

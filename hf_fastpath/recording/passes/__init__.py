@@ -17,6 +17,7 @@ from . import (
     gated_norms,
     head_norms,
     joined_products,
+    late_sums,
     latent_rotation,
     lengths,
     modules,
@@ -48,6 +49,7 @@ PASSES: tuple[Pass, ...] = (
     products.products_from_the_left,
     products.matrix_products,
     products_of_heads.products_of_heads,
+    late_sums.late_sums,
     scaled_experts.scaled_experts,
     products.unflattened,
     views.no_change,
@@ -68,10 +70,12 @@ PASSES: tuple[Pass, ...] = (
     experts.router_logits,
     experts.routers,
     products.gates,
+    output_gates.gathered_gates,
     output_gates.output_gates,
     products.residuals,
     products.norms_in_front,
     joined_products.joined_products,
+    joined_products.joined_gathers,
 )
 
 

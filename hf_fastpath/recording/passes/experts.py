@@ -234,7 +234,8 @@ def routers(recording: Recording, model: nn.Module) -> None:
         if call.op is not marks.experts:
             continue
         ids, weights = call.arguments["ids"], call.arguments["weights"]
-        front = _front(recording, producers, (ids, weights), len(call.arguments["gate_up_weight"]))
+        count = call.arguments.get("first_expert", 0) + len(call.arguments["gate_up_weight"])
+        front = _front(recording, producers, (ids, weights), count, "first_expert" in call.arguments)
         if front is None:
             continue
         logits, calls = front
@@ -256,9 +257,13 @@ def routers(recording: Recording, model: nn.Module) -> None:
 
 
 def _front(
-    recording: Recording, producers: dict[int, Call], wanted: tuple[Any, Any], num_experts: int
+    recording: Recording, producers: dict[int, Call], wanted: tuple[Any, Any], num_experts: int, has_others: bool
 ) -> tuple[Register, list[Call]] | None:
-    """Return the scores that ids and weights of experts are made of, and the calls between; None if there is more."""
+    """Return the scores that ids and weights of experts are made of, and the calls between; None if there is more.
+
+    Args:
+        num_experts: experts that there are at least, and exactly unless ``has_others``.
+    """
     found: set[int] = set()
     scores: dict[int, Register] = {}
 
@@ -281,9 +286,11 @@ def _front(
         return None
     (logits,) = scores.values()
     fact, ids = recording.fact(logits), recording.fact(wanted[0])
-    fits = fact.shape[-1] == num_experts <= MAX_EXPERTS and fact.dtype in FLOAT_DTYPES and ids.shape[-1] <= MAX_TOP_K
+    count = fact.shape[-1]
+    fits = count >= num_experts if has_others else count == num_experts
+    fits = fits and count <= MAX_EXPERTS and fact.dtype in FLOAT_DTYPES and ids.shape[-1] <= MAX_TOP_K
     calls = [call for call in recording.calls if call.out.index in found]
-    return (logits, calls) if fits and fact.numel() == num_experts * len(ids) else None
+    return (logits, calls) if fits and fact.numel() == count * len(ids) else None
 
 
 def _normalized(

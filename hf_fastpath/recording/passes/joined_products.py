@@ -1,14 +1,19 @@
-"""Pass: products that read the same row."""
+"""Passes: products that read the same row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...decode.named_calls import Call, Register
+from ...decode.rank_calls import gathered
 from ...ops.joined_gemv import MAX_WEIGHTS
+from ...ops.peers import ELEMENTS
 from .. import marks
 from ..lowering import takes_product
 from ..recording import Recording
@@ -38,6 +43,45 @@ def joined_products(recording: Recording, model: nn.Module) -> None:
         for together in _groups(calls):
             instead |= {id(each): [] for each in together} | {id(together[0]): _joined(recording, together)}
     recording.rewrite(instead, {})
+
+
+def joined_gathers(recording: Recording, model: nn.Module) -> None:
+    """Pass: let ranks gather at once what one product of several weights gives."""
+    users = recording.users()
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        if call.op is not marks.joined_linear:
+            continue
+        slices = users[call.out.index]
+        gathers = [_even_gather(users, each) for each in slices]
+        if None not in gathers:
+            instead |= {id(each): [] for each in (*slices, *gathers)}
+            instead[id(call)] = [call, *_gathered(recording, call.out, gathers)]
+    recording.rewrite(instead, {})
+
+
+def _even_gather(users: dict[int, list[Any]], part: Call | None) -> Call | None:
+    """Return the call by which ranks gather a slice of as many features on each of them, if nothing else reads it."""
+    readers = users.get(part.out.index, []) if part is not None and part.op is _aten.slice.Tensor else []
+    if len(readers) != 1 or readers[0] is None or readers[0].op is not gathered:
+        return None
+    shard = readers[0].arguments["shard"]
+    is_even = shard.total == shard.ranks.size * shard.features and shard.features % ELEMENTS == 0
+    return readers[0] if is_even else None
+
+
+def _gathered(recording: Recording, joined: Register, gathers: list[Call]) -> Iterator[Call]:
+    """Yield one gather, and slices of it in place of what ``gathers`` gave."""
+    shards = [each.arguments["shard"] for each in gathers]
+    features, total = (sum(getattr(each, name) for each in shards) for name in ("features", "total"))
+    ends = [0, *accumulate(each.features for each in shards[:-1])][-2:]
+    shard = replace(shards[0], first=shards[0].ranks.rank * features, features=features, total=total)
+    made = recording.register(recording.fact(gathers[0].out).new_empty(*recording.fact(joined).shape[:-1], total))
+    yield Call(gathered, {"x": joined, "shard": shard} | dict(zip(("first_end", "second_end"), ends)), made)
+    end = 0
+    for each in gathers:
+        start, end = end, end + each.arguments["shard"].total
+        yield Call(_aten.slice.Tensor, {"self": made, "dim": -1, "start": start, "end": end}, each.out)
 
 
 def _groups(calls: list[Call]) -> Iterator[list[Call]]:

@@ -1,19 +1,25 @@
-"""Pass: what a sigmoid lets through, as of attention's output or of a shared expert's."""
+"""Passes: what a gate lets through, as of attention's output or of a shared expert's."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...decode.named_calls import Call, Register
+from ...decode.rank_calls import gathered
+from ...ops.fused_swiglu import GATES
 from ...registry import FLOAT_DTYPES
 from .. import marks
-from ..recording import Recording
+from ..recording import Recording, read_by
 from .views import RESHAPES
 
 _aten = torch.ops.aten
+
+#: calls that give a part of a tensor, or parts
+_PARTS = (operator.getitem, _aten.split.Tensor, _aten.chunk.default, _aten.slice.Tensor)
 
 
 def output_gates(recording: Recording, model: nn.Module) -> None:
@@ -32,6 +38,36 @@ def output_gates(recording: Recording, model: nn.Module) -> None:
                 continue
             instead |= {id(shut): [], id(call): _gated(recording, producers, x, gate, call.out)}
             break
+    recording.rewrite(instead, {})
+
+
+def gathered_gates(recording: Recording, model: nn.Module) -> None:
+    """Pass: make ``activation(gate) * up`` of features that all ranks have gathered one call."""
+    producers, users = recording.producers(), recording.users()
+    instead: dict[int, list[Call]] = {}
+
+    def whole(register: Any) -> Any:
+        """Return what gives the features of which a register is a part."""
+        call = producers.get(getattr(register, "index", -1))
+        while call is not None and call.op in _PARTS and (read := read_by(call)):
+            call = producers.get(read[0].index)
+        return call
+
+    for call in recording.calls:
+        if call.op is not _aten.mul.Tensor:
+            continue
+        for one, other in (("self", "other"), ("other", "self")):
+            acted, up = producers.get(getattr(call.arguments[one], "index", -1)), call.arguments[other]
+            if acted is None or acted.op is not marks.activated or len(users[acted.out.index]) != 1:
+                continue
+            gate, activation = acted.arguments["x"], acted.arguments["activation"]
+            of_gate = whole(gate)
+            if of_gate is None or of_gate.op is not gathered or of_gate is not whole(up) or activation not in GATES:
+                continue
+            if _fit(recording, call.out, up, gate):
+                glu = Call(marks.glu, {"gate": gate, "up": up, "activation": activation}, call.out)
+                instead |= {id(acted): [], id(call): [glu]}
+                break
     recording.rewrite(instead, {})
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...choices import Activation, NormKind
 from ...decode.named_calls import Call, Register
+from ...decode.rank_calls import gathered, summed
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..lowering import takes_product
@@ -77,6 +78,7 @@ _ON_ROWS: dict[Any, tuple[str, ...]] = {
     marks.linear: ("x",),
     marks.activated: ("x",),
     marks.experts: ("x",),
+    **{each: ("x",) for each in (summed, gathered)},
     _aten.sigmoid.default: ("self",),
     _aten.mul.Tensor: ("self", "other"),
     _aten.add.Tensor: ("self", "other"),
@@ -280,7 +282,7 @@ def _adds(recording: Recording, call: Call) -> bool:
     """Whether an op that adds a residual takes a product or a norm."""
     if call.op is marks.linear:
         return takes_product(recording, call)
-    if call.op in _EXPERTS:
+    if call.op in (*_EXPERTS, summed):
         return True
     if call.op is not marks.normed:
         return False
@@ -296,7 +298,8 @@ def _reassociate(recording: Recording) -> None:
 
     def product(register: Any) -> bool:
         call = producers.get(getattr(register, "index", -1))
-        return call is not None and (call.op is marks.linear or call.op in _EXPERTS) and len(users[register.index]) == 1
+        known = (marks.linear, summed, *_EXPERTS)
+        return call is not None and call.op in known and len(users[register.index]) == 1
 
     for call in recording.calls:
         if call.op is not _aten.add.Tensor or call.arguments.get("alpha", 1) != 1:
