@@ -233,7 +233,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "type counts": type_counts,
         "fast types": fast_types,
         "stock types": stock_types,
-        "multimodal types": partial(_types_around, "multimodal_types.csv", "text", "text, images or sound", False),
+        "multimodal types": partial(_types_around, "multimodal_types.csv", "text", "text, images or sound", True),
         "encoder-decoder types": partial(
             _types_around, "encoder_decoder_types.csv", "outputs", "texts and outputs", True
         ),

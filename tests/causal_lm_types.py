@@ -23,6 +23,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_timm_available
 
+from hf_fastpath.compat import generating_model
+
 VOCAB = 160
 # Wide enough that attention matters to the result; at transformers' 0.02 the embeddings decide nearly alone.
 _SPREAD = 0.15
@@ -98,7 +100,11 @@ _TYPES: dict[str, dict[str, Any]] = {
     "dots3_note": dict(text_config=_DOTS3),
     "dots3_note_text": _DOTS3,
     "falcon_h1": dict(mamba_d_ssm=128, mamba_d_head=16),
-    "gemma3n": dict(text_config=_GEMMA3N),
+    "gemma3n": dict(
+        text_config=_GEMMA3N,
+        vision_config=dict(architecture="test_efficientnet", hidden_size=256),
+        vision_soft_tokens_per_image=4,
+    ),
     "gemma3n_text": _GEMMA3N,
     "gemma4": dict(text_config=_GEMMA4),
     "gemma4_assistant": dict(default=dict(text_config=_DRAFTS), text_config=_GEMMA4),
@@ -271,7 +277,7 @@ def random_model(
         biases = [(name, buffer) for name, buffer in model.named_buffers() if name in kept and buffer.dim() == 1]
         for name, tensor in [*model.named_parameters(), *biases]:  # routers keep biases in buffers
             _vary(name, tensor)
-        embeddings = model.get_input_embeddings()
+        embeddings = generating_model(model).get_input_embeddings()
         if isinstance(embeddings, nn.Embedding):  # some embeddings scale their rows
             embeddings.weight.mul_(_EMBEDDING / embeddings(torch.arange(1, VOCAB)).std())
     return model

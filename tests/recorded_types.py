@@ -23,7 +23,7 @@ from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.ops.latent_attention import MAX_RANK
 from hf_fastpath.options import Options
 from hf_fastpath.patching.analyse import analyse
-from hf_fastpath.patching.state import state_of
+from hf_fastpath.patching.state import patched_model, state_of
 from hf_fastpath.recording import lowering, marks
 from hf_fastpath.recording.passes.attention import positional
 from hf_fastpath.recording.recording import Recording, read_by
@@ -56,10 +56,10 @@ class Row:
             besides text: "media" (images or sound) or ""; of an encoder-decoder, what its encoder reads in the
             comparison: "text", or "" if a random output stands in its place.
         how: "file", "recorded" or "stock".
-        tokens: "equal" if greedy tokens of a prompt and of a padded batch are stock's, all of them by our loop; ""
-            if the type runs stock code; otherwise what is wrong.
+        tokens: "equal" if greedy tokens of a prompt and of a padded batch are stock's; "" if the type runs stock code;
+            otherwise what is wrong.
         left: products with weights, attention and experts that PyTorch runs, "; " between them.
-        reason: why it runs stock code, "" if it does not.
+        reason: why it runs stock code, or padded prompts do; "" if none does.
     """
 
     model_type: str
@@ -96,17 +96,19 @@ def multimodal_row(model_type: str) -> Row:
     """Do as :func:`row` for a multimodal type, whose prompts also have images or sound if it is one of ``MEDIA``."""
     try:
         stock = multimodal_types.small_model(model_type)
-        stock.generate(**multimodal_types.prompt(model_type, (0,)), max_new_tokens=2)
+        medium = multimodal_types.MEDIA.get(model_type)
+        is_needed = medium is not None and medium.is_needed
+        stock.generate(**multimodal_types.prompt(model_type, (int(is_needed),)), max_new_tokens=2)
     except Exception as error:
         return Row(model_type, "", "stock", reason=f"no small model generates from text: {causal_lm_types.said(error)}")
-    has_media = model_type in multimodal_types.MEDIA
-    media = {"one text": (0,), "a padded batch": (0, 0)}
-    media |= {"one medium": (1,), "two": (2,), "a padded batch of media": (1, 1)} if has_media else {}
+    media = {} if is_needed else {"one text": (0,), "a padded batch": (0, 0)}
+    media |= {} if medium is None else {"one medium": (1,), "a padded batch of media": (1, 1)}
+    media |= {} if medium is None or is_needed else {"two": (2,)}
     prompts = {
         name: multimodal_types.prompt(model_type, counts, padding=2 * (len(counts) > 1))
         for name, counts in media.items()
     }
-    return _patched_row(model_type, "media" if has_media else "", stock, prompts)
+    return _patched_row(model_type, "" if medium is None else "media", stock, prompts)
 
 
 def encoder_decoder_row(model_type: str) -> Row:
@@ -132,12 +134,14 @@ def encoder_decoder_row(model_type: str) -> Row:
     return _patched_row(model_type, of_kind, stock, prompts, encoder_decoder_types.generate)
 
 
+#: how names of prompts begin that have padding
+_PADDED = "a padded batch"
 _Generate = Callable[..., torch.Tensor]
 
 
 def _generated(model: PreTrainedModel, inputs: dict, **options: Any) -> torch.Tensor:
     """Return the tokens that ``generate()`` adds."""
-    return model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+    return model.generate(**inputs, **options)[:, -options["max_new_tokens"] :]
 
 
 def _patched_row(
@@ -152,18 +156,24 @@ def _patched_row(
     if report.loop != "fast":
         details = "; ".join(report.details.get(f"loop: {report.loop}", []))
         return Row(model_type, of_kind, "stock", reason=f"{report.loop}: {details}".rstrip(": "))
-    decided = state_of(ours).decided
+    decided = state_of(patched_model(ours)).decided
     how = "recorded" if decided.is_recorded else "file"
+    by_stock = ()
     try:
-        tokens = _compared(ours, stock, prompts, generate)
+        tokens, by_stock = _compared(ours, stock, prompts, generate)
     except Exception as error:
         tokens = causal_lm_types.said(error)
-    return Row(model_type, of_kind, how, tokens, "; ".join(dict.fromkeys(left(ours))))
+    stats = hf_fastpath.report(ours).stats
+    details = sorted({what for each in stats["details"].values() for what in each})
+    reason = f"{', '.join(stats['reasons'])}: {'; '.join(details)}" if by_stock else ""
+    if not all(name.startswith(_PADDED) for name in by_stock):
+        return Row(model_type, of_kind, "stock", reason=reason)
+    return Row(model_type, of_kind, how, tokens, "; ".join(dict.fromkeys(left(ours))), reason)
 
 
 def _reason(model: PreTrainedModel, error: UnsupportedModelError) -> str:
     """Return what a plan or an error says of the model, in one line and without the remedy."""
-    found = getattr(analyse(model, Options.parse()).loop_reason, "what", "")
+    found = getattr(analyse(patched_model(model), Options.parse()).loop_reason, "what", "")
     first = str(error).partition("\n")[0].removeprefix("patch() can do nothing: ")
     return " ".join((found or first).split())
 
@@ -175,26 +185,29 @@ def _prompts() -> dict[str, dict[str, torch.Tensor]]:
     mask = torch.ones_like(batch)
     mask[-1, :4] = 0
     one = dict(input_ids=long, attention_mask=torch.ones_like(long))
-    return {"one prompt": one, "a padded batch": dict(input_ids=batch * mask, attention_mask=mask)}
+    return {"one prompt": one, _PADDED: dict(input_ids=batch * mask, attention_mask=mask)}
 
 
-def _compared(ours: PreTrainedModel, stock: PreTrainedModel, prompts: dict[str, dict], generate: _Generate) -> str:
-    """Return "equal", or what is wrong."""
+def _compared(
+    ours: PreTrainedModel, stock: PreTrainedModel, prompts: dict[str, dict], generate: _Generate
+) -> tuple[str, list[str]]:
+    """Return "equal", or what is wrong; and the prompts behind which stock's loop ran."""
+    by_stock = []
     for name, inputs in prompts.items():
         before = hf_fastpath.report(ours).stats
         found, expected = (generate(model, inputs, max_new_tokens=12, do_sample=False) for model in (ours, stock))
         after = hf_fastpath.report(ours).stats
         if not torch.equal(found, expected):
-            return f"others for {name}"
+            return f"others for {name}", by_stock
         if after["fast_tokens"] - before["fast_tokens"] != found.numel():
-            reasons = {code for code, count in after["reasons"].items() if count != before["reasons"].get(code)}
-            return f"stock's loop for {name}: {', '.join(sorted(reasons))}"
-    return "equal"
+            by_stock.append(name)
+    return "equal", by_stock
 
 
 def left(model: PreTrainedModel) -> Iterator[str]:
     """Yield the names of products with weights, of attention and of experts in a step of a patched model that PyTorch
     runs."""
+    model = patched_model(model)
     plans = state_of(model).plans
     part = plans.part_of(model)
     if part.is_recorded:
@@ -228,7 +241,7 @@ def _mixed(recording: Recording) -> set[int]:
 
 def _left_of(recording: Recording, call: Call, mixed: set[int]) -> Iterator[str]:
     if call.op in _PRODUCTS:
-        if call.out.index not in mixed:
+        if call.op is marks.other_experts or call.out.index not in mixed:
             yield _PRODUCTS[call.op]
     elif call.op is marks.linear and not lowering.takes_product(recording, call):
         yield "linear"

@@ -201,6 +201,7 @@ def explain_config(
         raise ValueError(
             f"transformers makes no model of {source!r} ({type(config).__name__}): {type(error).__name__}: {first}"
         ) from error
+    inside = compat.generating_model(model)
     plan, report, unsupported = None, None, None
     if getattr(config, "quantization_config", None) is not None:
         unsupported = (
@@ -209,7 +210,7 @@ def explain_config(
         )
     else:
         try:
-            plan, report = examine(model)
+            plan, report = examine(inside)
             if gpus > 1:
                 why = several_gpus.why_not_spread(model, gpus)
                 unsupported = None if why is None else f"over {gpus} GPUs: {why}"
@@ -228,7 +229,7 @@ def explain_config(
         self_tested=plan is not None and selftest.is_due(plan),
         gpus=gpus,
         bandwidth=bandwidth,
-        steps=() if report is None or not compat.can_generate(model) else _steps(model, dtype, bandwidth, gpus),
+        steps=() if report is None or not compat.can_generate(inside) else _steps(inside, dtype, bandwidth, gpus),
     )
 
 

@@ -122,6 +122,7 @@ from .models import (
     sharding,
     take_layer_entries,
     text_decoder,
+    text_head,
 )
 from .parallel import (
     OF_PROCESSES,
@@ -156,7 +157,9 @@ from .seams import (
     forward_over,
     gathered_experts,
     install_seams,
+    loops_over_experts,
     mask_sees,
+    own_experts,
     takes_positions,
     with_held,
     with_stacks,

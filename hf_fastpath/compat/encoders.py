@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from transformers.utils import ModelOutput
 
 from .caches import CACHE
-from .models import can_generate, entry_of
+from .models import can_generate, entry_of, text_decoder
 
 __all__ = ["EncoderDecoderCache", "GenerateEncoderDecoderOutput"]
 
@@ -60,7 +60,7 @@ def text_embedding(model: Any) -> nn.Module | None:
     """Return the embedding of the tokens that a model generates, or None if its class does not tell."""
     if not has_encoder(model):
         return model.get_input_embeddings()
-    decoder = model.get_decoder()
+    decoder = text_decoder(model)
     own = getattr(decoder, "embed_tokens", None)
     if isinstance(own, nn.Embedding):
         return own
@@ -170,7 +170,7 @@ def seen_by_decoder(copy: nn.Module, arguments: Mapping[str, Any]) -> torch.Tens
     Raises:
         ValueError: the forward does not come to the decoder.
     """
-    decoder = copy.get_decoder()
+    decoder = text_decoder(copy)
     signature = inspect.signature(decoder.forward)
 
     def stop(*args: Any, **kwargs: Any) -> None:

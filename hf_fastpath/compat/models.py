@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,18 +109,34 @@ def outputs_are_captured() -> bool:
 
 
 def generating_model(model: nn.Module) -> nn.Module:
-    """Return ``model``, or the one model with ``generate()`` inside it, if ``model`` itself has none.
+    """Return ``model``, or the one model with ``generate()`` inside it, if ``model`` itself has none or leaves the work
+    to that model.
 
-    PEFT, DDP, ``torch.compile``, DeepSpeed and value heads wrap a model so.
+    PEFT, DDP, ``torch.compile``, DeepSpeed and value heads wrap a model so; BLIP-2 reads an image and leaves the rest
+    to its language model, Qwen-Omni leaves the text to its thinker.
     """
     found, waiting = {}, [model]
     while waiting:
         module = waiting.pop()
-        if isinstance(module, GenerationMixin):
-            found[id(module)] = module
-        else:
+        if not isinstance(module, GenerationMixin):
             waiting.extend(module.children())
+        elif (inside := _first_to_generate(module)) is not None:
+            waiting.append(inside)
+        else:
+            found[id(module)] = module
     return next(iter(found.values())) if len(found) == 1 else model
+
+
+def _first_to_generate(model: nn.Module) -> nn.Module | None:
+    """Return the model inside whose ``generate()`` that of a model's class calls first; None if it calls none, or
+    transformers' own for the model itself."""
+    own = type(model).generate
+    if own is GenerationMixin.generate or not inspect.isfunction(code := inspect.unwrap(own)):
+        return None
+    names = [each.argval for each in dis.get_instructions(code)]
+    called = [name for name, attribute in itertools.pairwise(names) if attribute == "generate"]
+    inside = {name: child for name, child in model.named_children() if isinstance(child, GenerationMixin)}
+    return None if "super" in names else next((inside[name] for name in called if name in inside), None)
 
 
 def can_generate(model: nn.Module) -> bool:
@@ -175,7 +193,10 @@ def put_layer_entries(config: Any, entries: dict[int, dict[str, Any]]) -> None:
 
 #: arguments of forwards that take images or sound
 _MEDIA = frozenset(
-    {"pixel_values", "input_features", "input_values", "image_pixel_values", "audio_input_features", "image_patches"}
+    {
+        *("pixel_values", "image_pixel_values", "image_patches", "image_embeds"),
+        *("input_features", "input_values", "audio_input_features"),
+    }
 )
 
 
@@ -208,8 +229,17 @@ def known_positions(config: Any) -> list[int]:
 
 
 def text_decoder(model: Any) -> nn.Module:
-    """Return the decoder inside a multimodal model, without the head."""
-    return model.get_decoder()
+    """Return the decoder inside a multimodal model or an encoder-decoder, without the head."""
+    found = model.get_decoder()
+    return found.get_decoder() if hasattr(found, "encoder") else found  # Florence-2's is an encoder-decoder
+
+
+def text_head(model: Any) -> nn.Module | None:
+    """Return the head of a model or, if its class does not tell, that of the decoder inside; None if there is none."""
+    head = model.get_output_embeddings()
+    if head is None and hasattr(decoder := text_decoder(model), "get_output_embeddings"):
+        head = decoder.get_output_embeddings()
+    return head
 
 
 #: attributes in which forwards of transformers' classes note something: about the prompt that they have read, and that
@@ -231,13 +261,13 @@ def model_of_config(config: Any, **arguments: Any) -> Any:
     from transformers import (
         AutoModel,
         AutoModelForCausalLM,
-        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
         AutoModelForSeq2SeqLM,
         AutoModelForSpeechSeq2Seq,
     )
 
     encoders = AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
-    decoders = AutoModelForCausalLM, AutoModelForImageTextToText
+    decoders = AutoModelForCausalLM, AutoModelForMultimodalLM
     is_both = getattr(config, "is_encoder_decoder", False)
     for factory in (*(encoders + decoders if is_both else decoders + encoders), AutoModel):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -12,14 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    _default_apply_gate,
+    batched_mm_experts_forward,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .caches import CACHE, LayerKind, LinearAttentionLayer, layer_kinds, made_layer
 from .encoders import encoder_output, text_cache, text_name
-from .generation import inputs_behind
-from .models import is_multimodal
+from .generation import GenerationMixin, inputs_behind
 
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
@@ -244,9 +248,34 @@ def with_stacks(module: nn.Module, tensors: dict[str, torch.Tensor]) -> nn.Modul
     return made
 
 
+#: arguments of the forward of a module that runs experts which others have chosen
+_EXPERTS_ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
+#: what transformers' functions for experts ask of a module
+_EXPERTS_SETTINGS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
+_EXPERTS_SETTINGS |= {"is_concatenated": True, "_is_expert_parallel": False}
+
+
+def loops_over_experts(module: nn.Module) -> bool:
+    """Whether a module runs experts in a loop of its own instead of a function that ``ExpertsInterface`` has."""
+    if hasattr(module, "has_gate"):  # which the decorator for ``ExpertsInterface`` sets
+        return False
+    return tuple(inspect.signature(type(module).forward).parameters) == _EXPERTS_ARGUMENTS
+
+
 def gathered_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Run the experts of a module as products of gathered weights, so that no step waits for the device."""
+    if loops_over_experts(module):
+        settings = _EXPERTS_SETTINGS | {"num_experts": len(module.down_proj)}
+        module = copy.copy(module)
+        vars(module).update({name: value for name, value in settings.items() if not hasattr(module, name)})
+        if not hasattr(module, "_apply_gate"):
+            vars(module)["_apply_gate"] = functools.partial(_default_apply_gate, module)
     return batched_mm_experts_forward(module, x, ids, weights)
+
+
+def own_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Run the experts of a module by the loop of its class."""
+    return inspect.unwrap(type(module).forward)(module, x, ids, weights)
 
 
 def forward_over(
@@ -278,7 +307,8 @@ def takes_positions(model: nn.Module) -> bool:
     """Whether a model's forward takes position ids, and ``generate()`` gives some with every token."""
     if text_name(model, "position_ids") not in inspect.signature(type(model).forward).parameters:
         return False
-    if not is_multimodal(model):
+    stocks = GenerationMixin.prepare_inputs_for_generation
+    if getattr(type(model), "prepare_inputs_for_generation", stocks) is stocks:
         return True
     two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     return inputs_behind(model, two, {"position_ids": two, "use_cache": True}).get("position_ids") is not None

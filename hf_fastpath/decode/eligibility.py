@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,12 +60,12 @@ def _text_reason(
             return Cause("attention_outputs", name)
     if not model_kwargs.get("use_cache"):
         return Cause("no_cache", "use_cache=False")
+    if (reason := _arguments_reason(part, input_ids, text)) is not None:
+        return reason
     if not isinstance(cache, FastpathCache):
         return Cause("other_cache", type(cache).__name__)
     if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
         return Cause("batch_size", f"{batch} sequences, {most} at most")
-    if (reason := _arguments_reason(part, input_ids, text)) is not None:
-        return reason
     reason = model_reason(state, part, input_ids, cache)
     # a cache of states alone does not count for transformers, which reads a whole text again behind them
     past_len = cache.get_seq_length() if cache.key_layers else 0
@@ -130,18 +131,29 @@ def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor
 def _arguments_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict) -> str | None:
     """Return the reason for an argument that our loops do not know, or None."""
     for name, value in model_kwargs.items():
-        if name in KNOWN_MODEL_KWARGS or name in compat.WITHOUT_EFFECT or value is None:
-            continue
-        if name.startswith("output_"):  # such arguments ask for more results
-            if value is not False:
-                return Cause("attention_outputs", name)
-            continue
-        if not (part.is_multimodal or part.has_encoder):
-            return Cause("unsupported_input", name)
+        if name.startswith("output_") and value is not None and value is not False:  # it asks for more results
+            return Cause("attention_outputs", name)
+    if (unknown := unknown_argument(part, model_kwargs)) is not None:
+        return Cause("unsupported_input", unknown)
     if multimodal.prompt_shape(input_ids, model_kwargs)[1] == 0:
         return Cause("unsupported_input", "input_ids is empty")
     if input_ids.dtype not in INDEX_DTYPES:
         return Cause("unsupported_input", f"input_ids is {input_ids.dtype}")
+    return None
+
+
+def unknown_argument(part: ModelPart, model_kwargs: Mapping[str, Any]) -> str | None:
+    """Return the name of an argument of a forward that says more of the prompt than our loops know, or None.
+
+    With some of these, forwards keep more than the text in a cache of transformers' own: BLIP's, whose decoder is given
+    an image.
+    """
+    if part.is_multimodal or part.has_encoder:  # such models are asked what their arguments mean
+        return None
+    for name, value in model_kwargs.items():
+        is_known = name in KNOWN_MODEL_KWARGS or name in compat.WITHOUT_EFFECT or name.startswith("output_")
+        if not is_known and value is not None:
+            return name
     return None
 
 
@@ -191,10 +203,15 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
             return Cause("attention_mask", f"{what}, for {length} tokens and {past_len} in the cache")
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
             return Cause("attention_mask", what)
+        has_padding = part.is_recorded and not part.has_encoder and not bool(mask.all())
+        if has_padding and part.padding_reason is not None:
+            return part.padding_reason
     if position_ids is None:
         return Cause("position_ids", "None") if part.takes_positions and not part.has_encoder else None
-    known = position_ids.dim() == 2 or (part.is_multimodal and position_ids.dim() == 3)
-    if not known or position_ids.device != input_ids.device or position_ids.dtype not in INDEX_DTYPES:
+    has_axes = part.is_multimodal and position_ids.dim() == 3
+    # axes of images and sound may be counted in floating point, see ``multimodal``
+    is_number = position_ids.dtype in INDEX_DTYPES or (has_axes and position_ids.dtype == torch.float32)
+    if not (is_number and (position_ids.dim() == 2 or has_axes)) or position_ids.device != input_ids.device:
         return Cause("position_ids", f"{position_ids.dtype} {tuple(position_ids.shape)} on {position_ids.device}")
     return None
 

@@ -57,7 +57,7 @@ def looked_at(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict) -> t
     positions = given.get(compat.text_name(part.module, "position_ids"))
     axes = None if positions is None else compat.rotary_positions(part.module, positions)
     reason = _reason_against(part, given, axes, seen, len(input_ids))
-    return reason, Behind(None if axes is None else axes[0, :, -1], seen)
+    return reason, Behind(None if axes is None else axes[0, :, -1].long(), seen)
 
 
 def _reason_against(
@@ -71,6 +71,8 @@ def _reason_against(
         return Cause("position_ids", "None" if axes is None else "a forward that does not name them")
     if axes is not None and (axes.shape[-1] != 1 or not bool((axes == axes[:1]).all())):
         return Cause("position_ids", f"axes of {tuple(axes.shape)} go on from different places")
+    if axes is not None and not bool((axes == axes.long()).all()):
+        return Cause("position_ids", "the text goes on between two whole numbers")
     if part.has_encoder and seen is None:
         return Cause("attention_mask", "more than one run of ones over what the encoder has read")
     if not (part.is_multimodal or part.has_encoder):  # no other argument comes here

@@ -11,6 +11,7 @@ from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..cache.fastpath_cache import FastpathCache
 from ..decode import assisted, beams, loop
+from ..decode.eligibility import unknown_argument
 from ..decode.patched import STATE_KEY
 from ..reasons import Cause
 from .state import PatchState
@@ -41,7 +42,10 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     whole = model_kwargs.get(compat.CACHE)
     made = compat.text_cache(whole)
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
-    if plain and not users_own and _takes_our_cache(self, state) and (by_plans or not has_encoder):
+    ours = _takes_our_cache(self, state) and (by_plans or not has_encoder)
+    if part is not None and part.is_recorded:  # nothing but our loop uses the cache
+        ours = ours and unknown_argument(part, model_kwargs) is None
+    if plain and ours and not users_own:
         is_text_alone = made is whole
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
         made.is_dropped = not generation_config.return_dict_in_generate

@@ -4,7 +4,7 @@ weights."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from .. import compat
 _SPREAD = 0.02
 
 
-def multimodal_twin(model: nn.Module, small: Callable[[Any], Any]) -> nn.Module:
+def multimodal_twin(model: nn.Module, small: Callable[[Any], Any], readers: Iterable[str]) -> nn.Module:
     """Make a twin on the CPU. Modules that a step of the decoder does not call have empty weights.
 
     Args:
         model: a multimodal model.
         small: makes a small config of the decoder's.
+        readers: names of modules of which a step reads a tensor.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
@@ -37,8 +38,10 @@ def multimodal_twin(model: nn.Module, small: Callable[[Any], Any]) -> nn.Module:
         decoder = compat.text_decoder(twin)
     kept = {id(decoder): type(decoder)(decoder.config)}
     inside = set(map(id, decoder.modules()))
-    for module in (twin.get_input_embeddings(), twin.get_output_embeddings()):
-        if module is not None and id(module) not in inside:
+    known = dict(twin.named_modules())
+    outside = (known[path] for path in readers if path in known)  # layers that the twin has not are the decoder's
+    for module in (twin.get_input_embeddings(), twin.get_output_embeddings(), *outside):
+        if module is not None and module is not twin and inside.isdisjoint(map(id, module.modules())):
             kept[id(module)] = _filled(module)
     _graft(twin, kept)
     twin.tie_weights()
@@ -70,10 +73,12 @@ def _put(config: Any, old: Any, new: Any) -> Any:
 
 
 def _filled(module: nn.Module) -> nn.Module:
-    """Return ``module`` on the CPU, with random weights."""
+    """Return ``module`` on the CPU, with random weights, and zeros in its buffers."""
     made = module.to_empty(device="cpu")
     for tensor in made.parameters():
         nn.init.normal_(tensor, std=_SPREAD)
+    for buffer in made.buffers():
+        buffer.zero_()
     return made
 
 

@@ -17,6 +17,7 @@ from ..errors import UnsupportedModelError
 from ..options import Options
 from ..reasons import REASONS
 from ..recording import proof
+from ..recording.part import Recorded
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, undo
 from .coverage import check_coverage, unsupported
@@ -53,7 +54,7 @@ _TWIN = {
     "vocab_size_per_layer_input": 97,
     "sliding_window": 8,
     "attention_chunk_size": 8,
-    "pad_token_id": None,
+    "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
 }
@@ -67,7 +68,7 @@ _ENCODER_DECODER = {
     **dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads"), 2),
     **dict.fromkeys(("encoder_layers", "num_encoder_layers", "encoder_num_hidden_layers"), 2),
     **dict.fromkeys(("decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_layers"), 2),
-    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
+    "decoder_start_token_id": 0,
 }
 #: places of a random output of an encoder
 _ENCODED = 24
@@ -114,7 +115,7 @@ def check(plan: PatchPlan) -> None:
         UnsupportedModelError: the twin does not decode as stock does.
     """
     model = plan.model
-    difference = run(model, plan.is_recorded)
+    difference = run(model, plan.recorded)
     if plan.ranks is not None:
         difference = plan.ranks.agreed(difference, _device(model))
     if difference is None:
@@ -135,9 +136,16 @@ def check(plan: PatchPlan) -> None:
     )
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    if compat.is_multimodal(model):
-        return multimodal_twin(model, twin_config)
+def _inside(model: nn.Module) -> list[Any]:
+    """Return the configs of the parts of an encoder-decoder, if it has some of their own."""
+    return list(compat.configs_inside(model.config).values()) if compat.has_encoder(model) else []
+
+
+def _twin(model: nn.Module, recorded: Recorded | None) -> nn.Module:
+    has_decoder = compat.is_multimodal(model) and compat.text_decoder(model) is not model
+    if has_decoder or any(compat.entry_of(each, "num_hidden_layers") is None for each in _inside(model)):
+        first = None if recorded is None else recorded.first
+        return multimodal_twin(model, twin_config, () if first is None else first.recording(1, 1).readers)
     config = twin_config(model.config)
     if compat.has_encoder(model):
         for name, inside in compat.configs_inside(config).items():
@@ -209,8 +217,11 @@ def _cut_layers(config) -> list[int]:
     return kept
 
 
-def run(model: nn.Module, is_recorded: bool = False) -> str | None:
+def run(model: nn.Module, recorded: Recorded | None = None) -> str | None:
     """Patch a twin of ``model`` and compare it with itself.
+
+    Args:
+        recorded: what takes the place of the model's family if its step is recorded.
 
     Returns:
         What differed, or None if the twin decodes as stock does. A pass is remembered for the process.
@@ -225,9 +236,9 @@ def run(model: nn.Module, is_recorded: bool = False) -> str | None:
         torch.set_default_dtype(torch.float32)
         prompt = torch.randint(3, _TWIN["vocab_size"], (1, _PROMPT_TOKENS)).to(device)
         try:
-            twin = _twin(model).eval().to(device)
+            twin = _twin(model, recorded).eval().to(device)
             torch.set_default_dtype(default)
-            difference, of_logits = _difference(twin, prompt, key[-1], is_recorded)
+            difference, of_logits = _difference(twin, prompt, key[-1], recorded is not None)
         except Exception as error:  # nobody has tried this code: anything may be raised
             return f"{type(error).__name__}: {error}"
         finally:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from ..decode.named_calls import Call
-from .recording import read_by, registers_in
-from .skeleton import Skeleton
+from .recording import OwnPadding, Unrecordable, read_by, registers_in
+from .skeleton import Skeleton, past_tokens
 from .step import record
 
 #: values that decide which way a forward takes, and hold nothing else
@@ -49,6 +50,21 @@ def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) ->
         return f"{', '.join(sorted(read))} is read with every token"
     if list(map(_known, with_them.calls)) != list(map(_known, without.calls)):
         return "the forward makes other calls with them"
+    return None
+
+
+def hides_other_places(skeleton: Skeleton) -> str | None:
+    """Return which line makes a mask of its own for the cache out of the mask of the text that a step is given, so that
+    padding is not where the text has it; None if no line does."""
+    past = past_tokens(skeleton.model.config)
+    with torch.inference_mode(False), skeleton.mode:
+        mask = torch.ones(1, past + 1, dtype=torch.long, device=skeleton.device)
+    try:
+        record(skeleton, 1, 1, {compat.text_name(skeleton.copy, "attention_mask"): mask})
+    except OwnPadding as error:
+        return str(error)
+    except Unrecordable:  # a mask that is looked at takes other ways, which say nothing of the cache
+        return None
     return None
 
 

@@ -27,6 +27,12 @@ _aten = torch.ops.aten
 _NOTHING = frozenset(
     {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, torch.ops.prim.device.default}
 )
+#: calls that look at no number of the tensor that they are given -> what they fill another with; None for an argument
+_FILLED = {
+    **dict.fromkeys((_aten.zeros_like.default, _aten.new_zeros.default), 0),
+    **dict.fromkeys((_aten.ones_like.default, _aten.new_ones.default), 1),
+    **dict.fromkeys((_aten.full_like.default, _aten.new_full.default), None),
+}
 #: calls that draw random numbers
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "multinomial", "uniform_")
 
@@ -125,6 +131,10 @@ class Dispatch(TorchDispatchMode):
         if any(word in func._schema.name for word in _RANDOM):
             raise Unrecordable(f"{func} draws random numbers")
         arguments = by_name(func, args, kwargs or {})
+        if func in _FILLED:
+            number = _FILLED[func] if _FILLED[func] is not None else arguments["fill_value"]
+            how = dict(dtype=out.dtype, device=out.device)
+            func, arguments = _aten.full.default, by_name(_aten.full.default, (list(out.shape), number), how)
         if func._schema.is_mutable:
             recorder.write(func, arguments, args[0], out)
         else:
@@ -153,7 +163,9 @@ def spans(recorder: Recorder) -> Iterator[None]:
     bound = []
     try:
         for path, module in recorder.skeleton.copy.named_modules():
-            if is_packed(module):
+            if compat.loops_over_experts(module):
+                vars(module)["forward"] = functools.partial(recorder.experts, module)
+            elif is_packed(module):
                 vars(module)["forward"] = _packed_forward(recorder, module, path)
             elif type(module) is nn.Linear:
                 vars(module)["forward"] = _linear_forward(recorder, module, path)

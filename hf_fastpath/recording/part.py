@@ -24,7 +24,7 @@ from ..ops.kv_cache import KVCache
 from ..reasons import Cause
 from ..registry import PLAIN_TENSORS
 from . import marks
-from .arguments import described, why_it_matters
+from .arguments import described, hides_other_places, why_it_matters
 from .layers import RecordedAttention, RecordedLayer, attention_of
 from .lowering import Lowering
 from .passes import passed
@@ -219,7 +219,7 @@ class RecordedPart:
 
     @property
     def head(self) -> nn.Module:
-        return self.module.get_output_embeddings()
+        return compat.text_head(self.module)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -299,6 +299,12 @@ class RecordedPart:
             what = f"{', '.join(arguments)}: {reason}"
             self._arguments[key] = None if reason is None else Cause("unsupported_input", what, self.module)
         return self._arguments[key]
+
+    @functools.cached_property
+    def padding_reason(self) -> Cause | None:
+        """Why a plan would not hide what padding hides in stock code, or None."""
+        what = hides_other_places(self._skeleton)
+        return None if what is None else Cause("attention_mask", what, self.module)
 
     def mask_over_encoded(self, arguments: dict[str, Any]) -> torch.Tensor | None:
         """Return the mask over the encoder's output, [batch, length], that the decoder is given; None for none.

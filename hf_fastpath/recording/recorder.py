@@ -17,7 +17,7 @@ from ..decode.rank_calls import shard_of, style_of
 from . import marks
 from .latent import Expansion
 from .probing import evaluate
-from .recording import EncodedLayer, Misspread, Span, Unrecordable, behind
+from .recording import EncodedLayer, Misspread, OwnPadding, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
 
 _aten = torch.ops.aten
@@ -40,8 +40,10 @@ class Recorder:
         self.spans: list[Span] = []
         self.linears: list[tuple[str, Register]] = []  # name of a called linear layer -> its input
         self.masks: dict[int, Callable[..., Any]] = {}  # register of a mask -> its function
+        self.text_mask: Register | None = None  # of the mask of tokens that the forward is given, if it is given one
         self.masks_over_encoded: set[int] = set()  # registers of those over what an encoder has read
         self.expansions: dict[tuple[int, int], Expansion] = {}  # ids of keys and values that were made of a latent
+        self.read: set[int] = set()  # ids of the model's tensors that calls were given
         self.mutated: set[int] = set()
         self.silent = 0
         self.is_rehearsing = False  # see rehearsing()
@@ -90,6 +92,7 @@ class Recorder:
             if (register := self._registers.get(id(thing))) is not None:
                 return register
             if (real := self.skeleton.real.get(id(thing))) is not None:
+                self.read.add(id(real))
                 return real
             if isinstance(thing, FakeTensor):
                 raise Unrecordable("a tensor that was made before this step")
@@ -297,21 +300,34 @@ class Recorder:
         """Return a tensor that stands for a mask; the signature is that of transformers' mask functions."""
         if self.is_rehearsing:
             return torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device=self.skeleton.device)
-        if attention_mask is not None and not self._holds(attention_mask, 1):
-            raise Unrecordable("a mask with padding of the model's own")
+        if attention_mask is not None and not self._is_of_text(attention_mask):
+            raise OwnPadding("a mask with padding of the model's own")
         with self.quiet():
             made = torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device=self.skeleton.device)
         register = self.given(made)
         self.masks[register.index] = mask_function
         return made
 
-    def _holds(self, tensor: torch.Tensor, number: int) -> bool:
-        """Whether a tensor is one that the model has filled with ``number``, 0 or 1."""
+    def _is_of_text(self, mask: torch.Tensor) -> bool:
+        """Whether a mask of tokens is the one that the forward was given, or one without padding."""
+        register, _ = self._origin(mask)
+        return (register is not None and register == self.text_mask) or self._holds(mask, 1)
+
+    def _origin(self, tensor: torch.Tensor) -> tuple[Register | None, Call | None]:
+        """Return what a tensor is a copy or a view of, in whatever dtype but all of it, and the call that gave it."""
         producers = {call.out.index: call for call in self.calls}
         register = self._registers.get(id(tensor))
         call = None if register is None else producers.get(register.index)
-        while call is not None and call.op is _aten._to_copy.default:
-            call = producers.get(getattr(call.arguments["self"], "index", -1))
+        while call is not None and call.op in _COPIES and isinstance(call.arguments["self"], Register):
+            if self.facts[call.arguments["self"].index].shape != tensor.shape:
+                break
+            register = call.arguments["self"]
+            call = producers.get(register.index)
+        return register, call
+
+    def _holds(self, tensor: torch.Tensor, number: int) -> bool:
+        """Whether a tensor is one that the model has filled with ``number``, 0 or 1."""
+        _, call = self._origin(tensor)
         if call is not None and call.op is _aten.full.default:
             return call.arguments["fill_value"] == number
         return call is not None and call.op is (_aten.zeros.default, _aten.ones.default)[number]
@@ -330,6 +346,8 @@ class Recorder:
         return out
 
 
+#: calls that give what they are given
+_COPIES = (_aten._to_copy.default, _aten.view.default)
 #: argument of attention functions that is added to scores
 POSITION_BIAS = "position_bias"
 #: further arguments of attention functions, which the kernels take from elsewhere or never read

@@ -30,6 +30,10 @@ class Misspread(Unrecordable):
     code = "sharded"
 
 
+class OwnPadding(Unrecordable):
+    """A step that hides other places of a cache than those that its mask of the text says."""
+
+
 @dataclass
 class Span:
     """The calls of one module without children.
@@ -110,6 +114,7 @@ class Recording:
         encoded_length: places of the encoder's output when the step was recorded; 0 without an encoder.
         linears: names of linear layers whose weights only their own calls read, those of one input together; none of a
             block with a mixture of experts.
+        readers: names of modules with a tensor that the step reads.
         quantized: a matrix without data that stands for a quantized weight, and the layer that has the weight.
     """
 
@@ -132,6 +137,7 @@ class Recording:
     encoder_output: Register | None = None
     encoded_length: int = 0
     linears: list[list[str]] = field(default_factory=list)
+    readers: list[str] = field(default_factory=list)
     quantized: list[tuple[torch.Tensor, PackedLinear]] = field(default_factory=list)
 
     def register(self, like: torch.Tensor) -> Register:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import compat
@@ -77,9 +78,11 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         cache.claim(noting.past)
         tokens, positions = (torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2))
         given = noting.given(tokens), noting.given(positions)
-        for value in arguments.values():
+        for name, value in arguments.items():
             if isinstance(value, torch.Tensor):
-                noting.given(value)
+                register = noting.given(value)
+                if name == compat.text_name(skeleton.copy, "attention_mask"):
+                    noting.text_mask = register
         if has_encoder:
             encoder_output = noting.given(given_output.last_hidden_state)
             encoded = [noting.encoded(*each) for each in _without_gaps(compat.encoded_states(whole))]
@@ -132,6 +135,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         encoder_output=encoder_output,
         encoded_length=_ENCODED if has_encoder else 0,
         linears=_linears_by_input(noting),
+        readers=_readers(noting),
         quantized=[(each, skeleton.model.get_submodule(path)) for path, each in skeleton.quantized.items()],
     )
 
@@ -150,6 +154,17 @@ def _linears_by_input(noting: Recorder) -> list[list[str]]:
         if is_own and not path.startswith(mixtures):
             found.setdefault(x.index, []).insert(0, path)
     return list(found.values())[::-1]
+
+
+def _readers(noting: Recorder) -> list[str]:
+    """Return what :attr:`.recording.Recording.readers` is."""
+
+    def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+        yield from module.parameters(recurse=False)
+        yield from module.buffers(recurse=False)
+
+    modules = noting.skeleton.model.named_modules()
+    return [path for path, module in modules if any(id(each) in noting.read for each in own_tensors(module))]
 
 
 def _without_gaps(found: list[tuple[torch.Tensor, torch.Tensor] | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:

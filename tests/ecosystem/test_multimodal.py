@@ -17,11 +17,14 @@ from torch import nn
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
-from hf_fastpath.compat import CACHE, FORWARD_NOTES
+from hf_fastpath.compat import CACHE, FORWARD_NOTES, TESTED_TRANSFORMERS, transformers_version
+from hf_fastpath.patching.multimodal_twin import multimodal_twin
+from hf_fastpath.patching.selftest import twin_config
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.quantization import FORMATS
 
 FEW = dict(max_new_tokens=12, do_sample=False)
+LOGITS = dict(return_dict_in_generate=True, output_logits=True)
 #: media of each prompt, padding of the last one
 PROMPTS = {
     "text": ((0,), 0),
@@ -40,7 +43,16 @@ def device(request) -> torch.device:
 
 #: types that `make test` tries with all that follows; the table of types tries all others
 TYPES = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "paligemma")
-TYPES += ("qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_vl", "smolvlm", "voxtral")
+TYPES += (
+    "qwen2_5_vl",
+    "qwen2_audio",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_omni_moe_thinker",
+    "qwen3_vl",
+    "smolvlm",
+    "voxtral",
+)
 
 
 @pytest.fixture(scope="module", params=TYPES)
@@ -210,6 +222,37 @@ def test_quantized_weights_are_saved_copied_and_taken_back(models, tmp_path):
     check_saved_copied_and_taken_back(stock, of(stock), tmp_path)
 
 
+# ---- models that leave all but the image to a language model inside --------------------------------------------------
+
+
+@pytest.mark.parametrize(("model_type", "inside"), [("blip-2", "language_model"), ("kosmos-2", "text_model")])
+def test_the_model_inside_that_generates_is_patched(model_type, inside, device):
+    require_native(device)
+    stock = small_model(model_type).to(device)
+    ours = copy.deepcopy(stock)
+    assert hf_fastpath.patch(ours, quiet=True) is ours
+    assert state_of(ours) is None and state_of(getattr(ours, inside)) is not None
+    for media, padding in ((1,), 0), ((1, 1), 2):
+        inputs = {name: each.to(device) for name, each in multimodal_types.prompt(model_type, media, padding).items()}
+        with counting(getattr(ours, inside)) as counts:
+            found = ours.generate(**inputs, **FEW, **LOGITS)
+        assert counts.fast == 12 * len(media) and not counts.reasons
+        assert_same_tokens(found.sequences, stock.generate(**inputs, **FEW))
+        other = ours.generate(**inputs | {"pixel_values": -inputs["pixel_values"]}, **FEW, **LOGITS)
+        assert not torch.allclose(other.logits[-1], found.logits[-1])  # the image matters
+    assert hf_fastpath.report(ours).loop == "fast"
+    hf_fastpath.unpatch(ours)
+    assert state_of(getattr(ours, inside)) is None
+
+
+def test_a_twin_has_weights_where_a_step_reads_them():
+    """Gemma 3n's steps call what makes embeddings of images, which the twins of other models do without."""
+    stock, projector = small_model("llava"), "model.multi_modal_projector"
+    twin = multimodal_twin(stock, twin_config, [f"{projector}.linear_1"])
+    sizes = {name: twin.get_submodule(f"{projector}.{name}").weight.numel() for name in ("linear_1", "linear_2")}
+    assert sizes["linear_1"] > 0 == sizes["linear_2"]
+
+
 # ---- what is left to stock code --------------------------------------------------------------------------------------
 
 
@@ -242,3 +285,49 @@ def test_a_prompt_that_is_read_without_a_cache():
             found = ours.generate(ids, **FEW)
         assert counts.reasons == ({} if code is None else {code: 1})
         assert_same_tokens(found, stock.generate(ids, **FEW))
+
+
+def test_a_decoder_that_is_given_an_image_with_every_token():
+    """BLIP's keeps keys and values of the image in a cache that it makes around transformers' own."""
+    require_native(CPU)
+    stock = small_model("blip")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    inputs = multimodal_types.prompt("blip", (1,))
+    with counting(ours.text_decoder) as counts:
+        found = ours.generate(**inputs, **FEW)
+    assert counts.reasons == {"unsupported_input": 1} and not counts.fast
+    assert_same_tokens(found, stock.generate(**inputs, **FEW))
+    with counting(ours.text_decoder) as counts:  # text alone is its language model's
+        found = ours.text_decoder.generate(torch.tensor([[1, 5, 6]]), **FEW)
+    assert counts.fast == 12 and not counts.reasons
+    assert_same_tokens(found, stock.text_decoder.generate(torch.tensor([[1, 5, 6]]), **FEW))
+
+
+def test_an_image_in_front_of_the_padding():
+    """GIT's class puts an image into the cache that has no tokens in the prompt, so that padding stands behind it."""
+    require_native(CPU)
+    if transformers_version() == TESTED_TRANSFORMERS[0]:
+        pytest.skip("the class reads no token without a mask")
+    stock = small_model("git")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for padding, codes in (0, {}), (2, {"attention_mask": 1}):
+        inputs = of(stock, 1, 1, padding=padding)
+        with counting(ours) as counts:
+            found = ours.generate(**inputs, **FEW)
+        assert counts.reasons == codes and counts.fast == (0 if codes else 24)
+        assert_same_tokens(found, stock.generate(**inputs, **FEW))
+    assert "modeling_git.py" in hf_fastpath.report(ours).stats["details"]["attention_mask"][0]
+
+
+def test_a_text_that_goes_on_between_two_whole_numbers():
+    """Positions behind sound may be counted in seconds."""
+    require_native(CPU)
+    stock = small_model("qwen3_omni_moe_thinker")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    ids = of(stock, 0)["input_ids"]
+    for fraction, codes in ((0.0, {}), (0.5, {"position_ids": 1})):
+        positions = torch.arange(ids.shape[1]).repeat(4, 1, 1) + fraction
+        with counting(ours) as counts:
+            found = ours.generate(ids, position_ids=positions, **FEW)
+        assert counts.reasons == codes
+        assert_same_tokens(found, stock.generate(ids, position_ids=positions, **FEW))

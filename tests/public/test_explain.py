@@ -138,6 +138,11 @@ TYPES = {
     "t5": ("T5ForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
     "bart": ("BartForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
     "whisper": ("WhisperForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
+    "blip-2": ("Blip2ForConditionalGeneration", "decode loop: fast"),
+    "qwen2_audio": (
+        "Qwen2AudioForConditionalGeneration",
+        "hf_fastpath on recorded: nothing patched; decode loop: fast",
+    ),
     "vit": ("ViTModel", "generates no tokens"),
     "clip": ("CLIPModel", "generates no tokens"),
     "minicpm3": ("MiniCPM3ForCausalLM", "hf_fastpath on recorded: nothing patched; decode loop: fast"),

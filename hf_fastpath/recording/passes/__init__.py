@@ -37,6 +37,7 @@ PASSES: tuple[Pass, ...] = (
     position_bias.position_biases,
     lengths.positions_in_text,
     modules.module_formulas,
+    experts.experts_without_weights,
     experts.stacked_experts,
     gated_norms.gated_norms,
     modules.functions,
