@@ -18,7 +18,7 @@ from hf_fastpath.reasons import REASONS, check
 ROOT = Path(__file__).resolve().parents[2]
 STOCK_CALLS = {
     "no_cache": dict(use_cache=False),
-    "generation_mode": dict(num_beams=2),
+    "generation_mode": dict(assistant_early_exit=1),
     "attention_outputs": dict(output_hidden_states=True, return_dict_in_generate=True),
     "other_cache": dict(cache_implementation="static", disable_compile=True),
 }
@@ -43,15 +43,18 @@ def test_report_contents(device, capsys):
     assert "hf_fastpath on mistral" in printed and "decode loop: fast" in printed
     assert len(printed.splitlines()) <= 4, "one short report"
     ours.generate(prompt(device, 2), **SHORT)
-    ours.generate(prompt(device, 1), num_beams=2, **SHORT)
+    ours.generate(prompt(device, 1), assistant_early_exit=1, **SHORT)
     ours.generate(prompt(device, 65), **SHORT)
     report = hf_fastpath.report(ours)
     found = json.loads(json.dumps(report.to_dict()))
-    assert found["stats"]["fast_tokens"] == 24 and found["stats"]["fallback_tokens"] == 65 * 12
+    drafted = (
+        found["stats"]["fallback_tokens"] - 65 * 12
+    )  # those of drafts that stock's loop accepts come several at once
+    assert found["stats"]["fast_tokens"] == 24 and 0 < drafted <= 12
     assert found["stats"]["reasons"]["generation_mode"] == 1 and found["stats"]["reasons"]["batch_size"] >= 1
     assert found["stats"]["last_tokens_per_second"] > 0
     text = str(report)
-    for part in ("2 layer", "24 fast", "780 stock", "batch_size", str(REASONS["batch_size"])):
+    for part in ("2 layer", "24 fast", f"{780 + drafted} stock", "batch_size", str(REASONS["batch_size"])):
         assert part in text
 
 
