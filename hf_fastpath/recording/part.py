@@ -17,9 +17,9 @@ from ..decode.positions import Positions
 from ..decode.program import Program
 from ..decode.structure import MAX_BATCH
 from ..native import loader
-from ..ops.decode_attention import takes_head_dim
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache
+from ..ops.queries import takes_head_dim
 from ..reasons import Cause
 from ..registry import PLAIN_TENSORS
 from . import marks

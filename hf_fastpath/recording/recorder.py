@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -179,14 +180,17 @@ class Recorder:
         if layer is not None:
             self._check_encoded(attention_mask, others, s_aux)
             return self._attend_encoded(query, key, value, layer, scaling, softcap), None
-        found, expansion = self._states.get(self._indices((key, value))), None
-        if found is None:
+        found, expansion, encoded = self._states.get(self._indices((key, value))), None, None
+        window = None
+        if found is None and (parts := self._put_together(key, value, attention_mask)) is not None:
+            found, encoded, window = parts
+        elif found is None:
             expansion = self.expansions.get((id(key), id(value)))
             if expansion is None:
                 raise Unrecordable("attention over other keys and values than the cache gave")
             found = expansion.states, expansion.layer
         states, layer = found
-        window = self.mask_of(attention_mask)
+        window = self.mask_of(attention_mask) if encoded is None else window
         if not getattr(module, "is_causal", True) and query.shape[2] > 1:  # one token sees all in any case
             raise Unrecordable("attention that is not causal")
         bias = others.pop(POSITION_BIAS, None)
@@ -199,8 +203,7 @@ class Recorder:
             scale=float(head_dim**-0.5 if scaling is None else scaling), window=window,
             softcap=float(softcap or 0.0), sinks=s_aux,
         )  # fmt: skip
-        if bias is not None:
-            arguments["bias"] = bias
+        arguments |= {name: each for name, each in (("bias", bias), ("encoded", encoded)) if each is not None}
         if expansion is None:
             self.emit(marks.attend, arguments, out)
         elif arguments.pop("softcap") or arguments.pop("sinks") is not None:
@@ -208,6 +211,26 @@ class Recorder:
         else:
             self.emit(marks.latent_attend, arguments | {"weight": expansion.weight}, out)
         return out, None
+
+    def _put_together(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> tuple | None:
+        """Return the text's keys and values with their layer, the layer whose keys and values of what an encoder has
+        read are put beside these, and the text's mask; None if ``key`` and ``value`` are put together otherwise."""
+        parts = [self._parts(*each) for each in ((key, 2), (value, 2), (mask, 3))]
+        for (k, v, seen), (other_k, other_v, seen_of_other) in itertools.permutations(zip(*parts, strict=True), 2):
+            found, layer = self._states.get((k, v)), self._encoded.get((other_k, other_v))
+            if found is not None and layer is not None and {seen, seen_of_other} <= self.masks.keys():
+                self.masks_over_encoded.add(seen_of_other)
+                return found, layer, Register(seen)
+        return None
+
+    def _parts(self, tensor: torch.Tensor | None, dim: int) -> list[int]:
+        """Return the numbers of two registers that a tensor holds one behind the other; twice -1 for another tensor."""
+        register = self._registers.get(id(tensor))
+        call = next((each for each in reversed(self.calls) if each.out is register), None)
+        if call is None or call.op is not _aten.cat.default or call.arguments.get("dim", 0) % 4 != dim:
+            return [-1, -1]
+        found = [getattr(each, "index", -1) for each in call.arguments["tensors"]]
+        return found if len(found) == 2 else [-1, -1]
 
     def _refuse_tensors(self, others: dict[str, Any]) -> None:
         strange = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]

@@ -71,7 +71,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
                 )
             turned = angles[place]
         arguments = {name: attend.arguments[name] for name in ("layer", "scale", "window", "softcap", "sinks")}
-        arguments |= {name: attend.arguments.get(name) for name in ("slopes", "bias")}
+        arguments |= {name: attend.arguments.get(name) for name in ("slopes", "bias", "encoded")}
         q, k = recording.fact(attend.arguments["q"]), recording.fact(append.arguments["k"])
         arguments |= dict(
             sources=list(sources), grouped=layout == "grouped", cos=turned[0], sin=turned[1], pairs=pairs,
