@@ -44,6 +44,7 @@ _AROUND = dict(encoder=dict(is_decoder=False), decoder=dict(add_cross_attention=
 #: entries that a type is given besides, as in ``causal_lm_types``
 _TYPES: dict[str, dict[str, Any]] = {
     "encoder-decoder": dict(default=dict(encoder=_BERT, decoder=_BERT)) | _AROUND,
+    "nllb-moe": dict(tie_word_embeddings=False),  # tied, a random model says one token alone
     "moonshine_streaming": dict(num_key_value_heads=4),  # the class has no default
     "speecht5": dict(vocab_size=VOCAB),
     "speech-encoder-decoder": dict(default=dict(encoder={"model_type": "wav2vec2"}, decoder=_BERT)) | _AROUND,

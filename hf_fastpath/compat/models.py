@@ -212,9 +212,9 @@ def text_decoder(model: Any) -> nn.Module:
     return model.get_decoder()
 
 
-#: attributes in which forwards of transformers' classes note something: about the prompt that they have read, and that
-#: modules have got the hooks which collect hidden states
-FORWARD_NOTES = frozenset({"rope_deltas", "_output_capturing_hooks_installed"})
+#: attributes in which forwards of transformers' classes note something: about the prompt that they have read, that
+#: modules have got the hooks which collect hidden states, and what routers of NLLB-MoE were given in this forward
+FORWARD_NOTES = frozenset({"rope_deltas", "_output_capturing_hooks_installed", "input_dtype", "expert_capacity"})
 #: attribute of a model that holds the defaults of its ``generate()``
 GENERATION_DEFAULTS = "generation_config"
 

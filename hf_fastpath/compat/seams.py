@@ -23,6 +23,8 @@ from .models import is_multimodal
 
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
+#: argument of routers that are given attention's mask
+_PADDING = "padding_mask"
 #: attribute of modules of a layer that tells which of the cache's layers is theirs
 LAYER_INDEX = "layer_idx"
 #: attributes of a config that name its implementations of attention and of experts
@@ -80,6 +82,34 @@ EXPAND = "expand_kv"
 def expanding_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of ``model`` whose cache holds a latent, of which the modules make keys and values."""
     return [module for module in model.modules() if callable(getattr(type(module), EXPAND, None))]
+
+
+def modules_with_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``model`` that keep experts as modules by their names, and choose among these."""
+    found = (each for each in model.modules() if isinstance(each, nn.ModuleDict))
+    return [each for each in found if type(each).forward is not nn.Module.forward]
+
+
+def experts_in(module: nn.Module) -> list[nn.Module]:
+    """Return the experts in one of :func:`modules_with_experts`, by their numbers."""
+    inside = list(module.children())
+    return [each for each in inside if type(each) is type(inside[0])]
+
+
+def with_experts(module: nn.Module, experts: list[nn.Module]) -> nn.Module:
+    """Put ``experts`` into a copy of one of :func:`modules_with_experts`, which then is not training."""
+    others = iter(experts)
+    inside = module._modules.items()
+    kind = type(next(iter(module._modules.values())))
+    vars(module)["_modules"] = {name: next(others) if type(each) is kind else each for name, each in inside}
+    module.training = False
+    return module
+
+
+def modules_with_padding(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``model`` that route tokens, and are given attention's mask besides these."""
+    named = [(each, list(inspect.signature(type(each).forward).parameters)) for each in model.modules()]
+    return [each for each, names in named if names[2:] == [_PADDING]]
 
 
 class RecordingCache(Cache):

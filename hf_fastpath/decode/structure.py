@@ -64,6 +64,8 @@ class ModelPart(Part):
     is_recorded: ClassVar[bool] = False
     #: its forward takes position ids
     takes_positions: ClassVar[bool] = True
+    #: a step takes sequences with padding in front
+    takes_padding: ClassVar[bool] = True
     #: it reads images or sound as well
     is_multimodal: ClassVar[bool] = False
     #: its decoder attends to what an encoder has read

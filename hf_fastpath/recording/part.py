@@ -227,6 +227,11 @@ class RecordedPart:
         """Whether the model's forward takes position ids."""
         return compat.takes_positions(self.module)
 
+    @property
+    def takes_padding(self) -> bool:
+        """Whether a step takes sequences with padding in front."""
+        return not self.recording(1, 1).is_unpadded
+
     @functools.cached_property
     def _position_tables(self) -> list[PositionTable]:
         return sorted(position_tables(self.recording(1, 1)))

@@ -43,6 +43,7 @@ class Recorder:
         self.mutated: set[int] = set()
         self.silent = 0
         self.is_rehearsing = False  # see rehearsing()
+        self.is_unpadded = False  # see Recording
         self.past = past_tokens(skeleton.model.config)
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
         self._kept: list[Any] = []  # kept alive, so that no other tensor gets one of these ids
@@ -51,6 +52,10 @@ class Recorder:
         self._states: dict[tuple[int, ...], tuple[Register, int]] = {}  # registers of keys, values -> of both, layer
         self._encoded: dict[tuple[int, ...], int] = {}  # the same of what an encoder has read -> layer
         self._paths = {id(module): path for path, module in skeleton.copy.named_modules()}
+
+    def path_of(self, module: torch.nn.Module) -> str:
+        """Return the name of a module of the copy that is run."""
+        return self._paths[id(module)]
 
     # ---- values -----------------------------------------------------------------------------------------------
 
@@ -330,7 +335,7 @@ class Recorder:
         """Note experts; the signature is that of transformers' experts functions."""
         if self.is_rehearsing:
             return torch.empty_like(hidden_states)
-        real = self.skeleton.model.get_submodule(self._paths[id(module)])
+        real = self.skeleton.model.get_submodule(self.path_of(module))
         with self.quiet():
             out = torch.empty_like(hidden_states)
         given = dict(x=hidden_states, ids=top_k_index, weights=top_k_weights)

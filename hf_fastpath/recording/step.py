@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from .. import compat
 from ..decode.named_calls import Norm, Register
 from . import marks, modes
+from .listed_experts import listed_experts
 from .recorder import Recorder, recorder
 from .recording import EncodedLayer, Recording, Unrecordable
 from .rehearsal import cache_with_states, rehearse
@@ -60,7 +61,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     states: list[list[Register]] = [[] for _ in cache.kinds]
     encoded: list[EncodedLayer] = []
     encoder_output: Register | None = None
-    with torch.inference_mode(False), torch.no_grad(), _without_logs(), skeleton.mode:
+    with torch.inference_mode(False), torch.no_grad(), _without_logs(), skeleton.mode, listed_experts(noting):
         whole: Any = cache
         if has_encoder:
             whole = compat.over_encoder(cache)
@@ -131,6 +132,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         encoder_output=encoder_output,
         encoded_length=_ENCODED if has_encoder else 0,
         linears=_linears_by_input(noting),
+        is_unpadded=noting.is_unpadded,
         quantized=[(each, skeleton.model.get_submodule(path)) for path, each in skeleton.quantized.items()],
     )
 
@@ -139,6 +141,7 @@ def _linears_by_input(noting: Recorder) -> list[list[str]]:
     """Return what :attr:`.recording.Recording.linears` is."""
     model = noting.skeleton.model
     experts = {id(call.arguments["module"]) for call in noting.calls if call.op is marks.other_experts}
+    experts |= set(map(id, compat.modules_with_experts(model)))
     mixtures = tuple(f"{path.rpartition('.')[0]}." for path, each in model.named_modules() if id(each) in experts)
     read = Counter((id(each), call.op is marks.linear) for call in noting.calls for each in call.arguments.values())
     called = Counter(path for path, _ in noting.linears)

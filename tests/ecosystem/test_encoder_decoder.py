@@ -34,7 +34,7 @@ from hf_fastpath.quantization import FORMATS
 from hf_fastpath.quantization.linear import PackedLinear
 
 FEW = dict(max_new_tokens=12, do_sample=False)
-TYPES = ("bart", "t5", "marian", "m2m_100", "whisper", "moonshine", "fsmt", "t5gemma2")
+TYPES = ("bart", "t5", "marian", "m2m_100", "whisper", "moonshine", "fsmt", "t5gemma2", "nllb-moe")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -299,6 +299,30 @@ def test_what_is_left_to_stock():
         assert_same_tokens(found, expected)
 
 
+def test_padding_that_routers_read():
+    """NLLB's routers are given attention's mask: stock code runs a text with padding in front."""
+    require_native(CPU)
+    stock = small_model("nllb-moe")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    inputs = of(stock, 2) | {"decoder_input_ids": encoder_decoder_types.start(2, 5)}
+    for padding, code in ((0, None), (2, "attention_mask")):
+        mask = torch.ones(2, 5, dtype=torch.long)
+        mask[0, :padding] = 0
+        given = inputs | {"decoder_attention_mask": mask}
+        with counting(ours) as counts:
+            found = ours.generate(**given, **FEW)
+        assert counts.reasons == ({code: 1} if code else {}), padding
+        assert_same_tokens(found, stock.generate(**given, **FEW))
+
+
+def test_experts_that_are_modules_and_of_which_tokens_need_different_ones():
+    """Such weights lie apart: no kernel finds them by a number, and to read all takes as long as there are experts."""
+    require_native(CPU)
+    sparse = small_model("switch_transformers", num_sparse_decoder_layers=1)
+    with pytest.raises(UnsupportedModelError, match="experts that are modules"):
+        hf_fastpath.patch(sparse, quiet=True)
+
+
 @pytest.mark.parametrize("options", (dict(), dict(num_beams=2)), ids=("greedy", "beams"))
 def test_what_follows_the_prompt_is_asked_once(options, monkeypatch):
     require_native(CPU)
@@ -326,7 +350,9 @@ def test_the_decoder_is_quantized(models):
     names = {id(module): name for name, module in stock.named_modules()}
     linears = [module for module in stock.get_decoder().modules() if type(module) is nn.Linear]
     inside = {names[id(module)] for module in linears if module.weight is not head.weight}
-    over_encoded = {name for name in inside if "encoder_attn" in name or "EncDecAttention" in name}
+    inside = {name for name in inside if ".experts." not in name and ".router." not in name}  # none of a mixture
+    kinds = "encoder_attn", "EncDecAttention", "cross_attention"
+    over_encoded = {name for name in inside if any(kind in name for kind in kinds)}
     once = {name for name in over_encoded if name.endswith((".k", ".v", "k_proj", "v_proj"))}
     assert bool(once) == (stock.config.model_type != "t5gemma2")  # of which the same layers make keys of either
     assert packed_in(ours).keys() == inside - once | ({names[id(head)]} if has_linear_head else set())
