@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compat import has_encoder, is_multimodal, layer_config, layer_kinds, text_decoder, text_embedding
+from .compat import has_encoder, is_multimodal, layer_config, layer_kinds, text_decoder, text_embedding, text_head
 from .ops.kv_cache import SCALE_DTYPE, is_quantized
 from .quantization.linear import PackedLinear
 
@@ -23,7 +23,7 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
     embedding table is read in full. Of a multimodal model and of an encoder-decoder, the decoder is read; of the latter
     also the weights that make keys and values of the encoder's output, which are read once a prompt, count here.
     """
-    head = model.get_output_embeddings()
+    head = text_head(model)
     modules = _modules_of_a_step(model)
     tables = [module.weight for module in modules if isinstance(module, nn.Embedding)]
     gathered = {id(table) for table in tables}
@@ -44,7 +44,7 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
 def _modules_of_a_step(model: Any) -> list[nn.Module]:
     if not (is_multimodal(model) or has_encoder(model)):
         return list(model.modules())
-    roots = text_decoder(model), text_embedding(model), model.get_output_embeddings()
+    roots = text_decoder(model), text_embedding(model), text_head(model)
     return list(dict.fromkeys(module for root in roots if root is not None for module in root.modules()))
 
 

@@ -49,7 +49,7 @@ from .encoders import (
     ENCODED_ARGUMENTS,
     EncoderDecoderCache,
     GenerateEncoderDecoderOutput,
-    encoded_length,
+    encoded_shape,
     encoded_states,
     encoder_output,
     encoder_width,
@@ -61,8 +61,11 @@ from .encoders import (
     text_arguments,
     text_cache,
     text_embedding,
+    text_head,
     text_name,
+    text_of_channels,
     text_output,
+    token_shape,
 )
 from .generation import (
     FORWARD_ARGUMENTS,

@@ -213,8 +213,11 @@ def text_decoder(model: Any) -> nn.Module:
 
 
 #: attributes in which forwards of transformers' classes note something: about the prompt that they have read, that
-#: modules have got the hooks which collect hidden states, and what routers of NLLB-MoE were given in this forward
-FORWARD_NOTES = frozenset({"rope_deltas", "_output_capturing_hooks_installed", "input_dtype", "expert_capacity"})
+#: modules have got the hooks which collect hidden states, what routers of NLLB-MoE were given in this forward, and
+#: whether Dia's ``generate()`` was asked for guidance
+FORWARD_NOTES = frozenset(
+    {"rope_deltas", "_output_capturing_hooks_installed", "input_dtype", "expert_capacity", "_uses_cfg"}
+)
 #: attribute of a model that holds the defaults of its ``generate()``
 GENERATION_DEFAULTS = "generation_config"
 

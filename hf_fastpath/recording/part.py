@@ -72,6 +72,7 @@ class RecordedPart:
         module: the model.
         is_multimodal: whether the model reads images or sound as well.
         has_encoder: whether the model's decoder attends to what an encoder has read.
+        token_shape: () or, of several tokens at a position of the text, their number.
         verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until these ran.
     """
 
@@ -87,6 +88,7 @@ class RecordedPart:
         self.architecture, self.module = architecture, module
         self.is_multimodal = compat.is_multimodal(module)
         self.has_encoder = compat.has_encoder(module)
+        self.token_shape = compat.token_shape(module)
         self._recordings: dict[tuple[int, int], Recording] = {}
         self.verdict: tuple[Cause | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
@@ -153,7 +155,7 @@ class RecordedPart:
         at: Positions,
     ) -> Any:
         """Emit the step; return what stands for the logits [batch, query_len, vocab_size]."""
-        recording = self.recording(*tokens.shape)
+        recording = self.recording(*positions.shape)
         given = {each.register.index: table for each, table in zip(recording.biases, biases, strict=True)}
         given |= {recording.tokens.index: tokens, recording.positions.index: positions}
         for registers, tensors in zip(recording.states, states):
@@ -214,7 +216,7 @@ class RecordedPart:
 
     @property
     def head(self) -> nn.Module:
-        return self.module.get_output_embeddings()
+        return compat.text_head(self.module)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -384,4 +386,5 @@ def _dry_run(part: RecordedPart) -> None:
         at.encoded = EncodedPlaces(program, len(part.kinds), 1, torch.device("cpu"))
     shape = torch.zeros(1, 1, dtype=torch.long)
     biases = [each.memory(shape.device) for each in part.biases(1)]
-    part.record(program.emit, shape, shape, caches, part.states(1), biases, at)
+    tokens = torch.zeros(1, 1, *part.token_shape, dtype=torch.long)
+    part.record(program.emit, tokens, shape, caches, part.states(1), biases, at)

@@ -83,8 +83,9 @@ class Recording:
         batch, query_len: sequences, and new tokens of each.
         calls: in order.
         facts: register -> a tensor without data of the register's shape, dtype and strides.
-        tokens, positions: registers of int64 [batch, query_len].
-        logits: register of [batch, query_len, vocab_size].
+        tokens, positions: registers of int64 [batch, query_len]; of several tokens at a position [batch, query_len,
+            channels].
+        logits: register of [batch, query_len, vocab_size]; of several tokens [batch * channels, query_len, vocab_size].
         spans: the calls of each module without children.
         masks: register of an attention mask -> the window that it stands for, None for full causal attention.
         open_masks: registers of masks that hide nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sysconfig
 import traceback
 from collections import Counter
@@ -75,7 +76,8 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             if not any(states):
                 raise Unrecordable("states that it keeps elsewhere than in the cache that it is given")
         cache.claim(noting.past)
-        tokens, positions = (torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2))
+        sizes = (batch, query_len, *skeleton.token_shape), (batch, query_len)
+        tokens, positions = (torch.zeros(each, dtype=torch.long, device=skeleton.device) for each in sizes)
         given = noting.given(tokens), noting.given(positions)
         for value in arguments.values():
             if isinstance(value, torch.Tensor):
@@ -86,7 +88,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             cache.keep(len(encoded))
         with modes.spans(noting), modes.Dispatch(noting), modes.Functions(noting):
             logits = skeleton.run(tokens, positions, whole, arguments)
-    if tuple(logits.shape[:2]) != (batch, query_len):
+    if tuple(logits.shape[:2]) != (batch * math.prod(skeleton.token_shape), query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
     for call in noting.calls:
         for name, value in call.arguments.items():
