@@ -147,6 +147,7 @@ from .parallel import (
 )
 from .placement import brought, execution_device, input_device, placement
 from .seams import (
+    CONVERT,
     EXPAND,
     LAYER_INDEX,
     ExpertStacks,
@@ -159,6 +160,7 @@ from .seams import (
     forward_over,
     gathered_experts,
     install_seams,
+    linears_beside_experts,
     mask_sees,
     modules_with_experts,
     modules_with_padding,

@@ -23,6 +23,8 @@ from .models import is_multimodal
 
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
+#: method of modules that converts their tensors
+CONVERT = "_apply"
 #: argument of routers that are given attention's mask
 _PADDING = "padding_mask"
 #: attribute of modules of a layer that tells which of the cache's layers is theirs
@@ -104,6 +106,13 @@ def with_experts(module: nn.Module, experts: list[nn.Module]) -> nn.Module:
     vars(module)["_modules"] = {name: next(others) if type(each) is kind else each for name, each in inside}
     module.training = False
     return module
+
+
+def linears_beside_experts(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers of mixtures whose experts are modules; routers convert theirs with every forward."""
+    experts = {id(each) for each in modules_with_experts(model)}
+    around = [each for each in model.modules() if any(id(child) in experts for child in each.children())]
+    return [each for parent in around for each in parent.modules() if isinstance(each, nn.Linear)]
 
 
 def modules_with_padding(model: nn.Module) -> list[nn.Module]:

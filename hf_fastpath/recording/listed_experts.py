@@ -35,10 +35,20 @@ def listed_experts(recorder: Recorder) -> Iterator[None]:
         for module in compat.modules_with_padding(recorder.skeleton.copy):
             vars(module)["forward"] = functools.partial(_without_mask, recorder, module.forward)
             bound.append(module)
+        for module in compat.linears_beside_experts(recorder.skeleton.copy):
+            vars(module)[compat.CONVERT] = functools.partial(_converted, module, getattr(module, compat.CONVERT))
+            bound.append(module)
         yield
     finally:
         for module in bound:
             vars(module).pop("forward", None)
+            vars(module).pop(compat.CONVERT, None)
+
+
+def _converted(module: nn.Module, convert: Callable[..., Any], function: Callable[..., Any], *others: Any) -> nn.Module:
+    """Leave a module as it is that is converted to what it is: tensors without data may not take each other's place."""
+    is_other = any(function(each) is not each for each in module.parameters())
+    return convert(function, *others) if is_other else module
 
 
 def _without_mask(recorder: Recorder, forward: Callable[..., Any], x: torch.Tensor, mask: Any = None) -> Any:
