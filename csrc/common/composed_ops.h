@@ -41,9 +41,11 @@ inline void check_score_changes(const char* op, const Tensor& q, const std::opti
   STD_TORCH_CHECK(!slopes || (slopes->numel() == num_heads && dtype_of(*slopes, op) == DType::kFloat32),
                   "hf_fastpath::", op, ": slopes have to be float32 [heads]");
   STD_TORCH_CHECK(!slopes || !sinks, "hf_fastpath::", op, ": slopes and sinks do not go together");
-  STD_TORCH_CHECK(!biases || (biases->dim() == 2 && biases->size(0) == num_heads && biases->size(1) > 0 &&
-                              dtype_of(*biases, op) == DType::kFloat32),
-                  "hf_fastpath::", op, ": biases have to be float32 [heads, distances]");
+  const bool of_rows = biases && biases->dim() == 3 && biases->size(0) == q.size(0);
+  STD_TORCH_CHECK(!biases || ((of_rows || biases->dim() == 2) && biases->size(-2) == num_heads &&
+                              biases->size(-1) > 0 && dtype_of(*biases, op) == DType::kFloat32),
+                  "hf_fastpath::", op,
+                  ": biases have to be float32 [heads, distances], or these for each row");
   STD_TORCH_CHECK(!biases || (q.size(1) == 1 && !slopes && !sinks), "hf_fastpath::", op,
                   ": biases take one token, and do not go with slopes or sinks");
 }

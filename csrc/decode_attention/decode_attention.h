@@ -43,6 +43,7 @@ struct DecodeAttentionParams {
   const float* slopes;  // [num_heads]: added to a score for each position further on; or null; not with sinks
   const float* biases;  // [num_heads, distances]: added to a score of a position so far behind the one token
   int distances;        // of each row, or further behind for the last; or null; not with slopes and sinks
+  int bias_heads;       // num_heads if each batch row has such biases, one after the other; else 0
   int window;           // 0: none
   int batch, query_len, num_heads, num_kv_heads, head_dim;
   int group;                                     // num_heads / num_kv_heads: query heads that share a KV head

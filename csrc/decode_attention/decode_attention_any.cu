@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_attention_any_kernel(Decod
     if constexpr (kIsQuant<KV>) score *= bfloat16_bits_to_float(scales.k[slot]);
     if (p.softcap > 0.f) score = p.softcap * tanh(score / p.softcap);
     if (p.slopes) score += double(p.slopes[place.head]) * (position - newest);
-    if (p.biases) score += bias_at(p, place.head * p.distances, newest - position);
+    if (p.biases) score += bias_at(p, bias_row(p, batch_row, place.head), newest - position);
     const double top = score > max ? score : max;
     const double shrink = max == -INFINITY ? 0.0 : exp(max - top);
     double weight = exp(score - (top == -INFINITY ? 0.0 : top));

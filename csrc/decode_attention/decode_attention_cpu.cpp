@@ -183,7 +183,8 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   check_other_keys(op, q, other, other_lse, lse);
   std::optional<Tensor> slopes_holder, biases_holder;
   const float* const bias_of = static_cast<const float*>(optional_data(biases, biases_holder));
-  const int64_t distances = biases ? biases->size(1) : 0;
+  const int64_t distances = biases ? biases->size(-1) : 0;
+  const int64_t bias_heads = biases && biases->dim() == 3 ? num_heads : 0;  // of a batch row
   const float* const slope_of = static_cast<const float*>(optional_data(slopes, slopes_holder));
   STD_TORCH_CHECK(window >= 0, "hf_fastpath::decode_attention: window is ", window, ", expected 0 or more");
   std::optional<Tensor> lens_holder, starts_holder;
@@ -311,7 +312,7 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       chunk.scale = static_cast<float>(scale);
       chunk.softcap = static_cast<float>(softcap);
       chunk.slopes = slope_of != nullptr ? slope_of + h * group : nullptr;
-      chunk.biases = bias_of != nullptr ? bias_of + h * group * distances : nullptr;
+      chunk.biases = bias_of != nullptr ? bias_of + (b * bias_heads + h * group) * distances : nullptr;
       chunk.distances = distances;
       chunk.accumulators = accumulators + item * queries * dim;
       chunk.maxima = maxima + item * queries;

@@ -44,7 +44,8 @@ Tensor attend_cuda(const char* op, const Tensor& q, const Tensor& k_cache, const
   p.slopes = static_cast<const float*>(data_or_null(of_heads));
   const std::optional<Tensor> of_distances = AttentionTensors::contiguous_or_none(biases);
   p.biases = static_cast<const float*>(data_or_null(of_distances));
-  if (biases) p.distances = static_cast<int>(biases->size(1));
+  if (biases) p.distances = static_cast<int>(biases->size(-1));
+  if (biases && biases->dim() == 3) p.bias_heads = p.num_heads;
   std::optional<Tensor> other_holder;
   if (other) other_holder = AttentionTensors::aligned(hf_fastpath::contiguous(*other));
   p.other = data_or_null(other_holder);

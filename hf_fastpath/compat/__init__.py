@@ -154,6 +154,8 @@ from .seams import (
     RecordingCache,
     ask_for_plain_functions,
     ask_for_seams,
+    attentions_of_streams,
+    buckets_of,
     expanding_modules,
     expert_stacks,
     experts_in,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from .models import is_multimodal
 
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
+#: function of ProphetNet's that numbers relative positions
+_BUCKETS = "compute_relative_buckets"
 #: method of modules that converts their tensors
 CONVERT = "_apply"
 #: argument of routers that are given attention's mask
@@ -113,6 +116,18 @@ def linears_beside_experts(model: nn.Module) -> list[nn.Linear]:
     experts = {id(each) for each in modules_with_experts(model)}
     around = [each for each in model.modules() if any(id(child) in experts for child in each.children())]
     return [each for parent in around for each in parent.modules() if isinstance(each, nn.Linear)]
+
+
+def attentions_of_streams(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Return attention to the text, and to what an encoder has read, of the layers that have several streams."""
+    found = [(getattr(each, "self_attn", None), getattr(each, "cross_attn", None)) for each in model.modules()]
+    return [(text, encoded) for text, encoded in found if hasattr(text, "ngram") and encoded is not None]
+
+
+def buckets_of(module: nn.Module, distances: torch.Tensor) -> torch.Tensor:
+    """Return which of its relative positions attention to the text has for keys so far behind."""
+    function = vars(sys.modules[type(module).__module__])[_BUCKETS]
+    return function(module.num_buckets, module.relative_max_distance, -distances, False)
 
 
 def modules_with_padding(model: nn.Module) -> list[nn.Module]:

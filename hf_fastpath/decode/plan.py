@@ -177,7 +177,7 @@ class DecodePlan:
             biases = [memory for _, memory in self._biases]
             given = self.inputs, self.positions, self._caches, self.states, biases, at[self.device]
             logits = part.record(emit, *given)
-            return logits, self._made_for(programmatic_launch)
+            return logits, self._made_for(programmatic_launch, part.rows)
         for index, (layer, device) in enumerate(zip(part.layers, part.layer_devices)):
             self.program.move_to(device)
             hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at[device], index)
@@ -185,11 +185,11 @@ class DecodePlan:
         logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, programmatic_launch))
         return logits, self._made_for(programmatic_launch)
 
-    def _made_for(self, programmatic_launch: bool) -> Step:
+    def _made_for(self, programmatic_launch: bool, of_sequence: int = 1) -> Step:
         """Return the circumstances of the plan's calls, which decide what passes make of the calls."""
         # A graph of several sequences has one call for each op: that is what was measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
-        rows = self.batch * self.query_len
+        rows = self.batch * self.query_len * of_sequence
         many = rows > MAX_ROWS
         return Step(
             rows, one_call=few and self.query_len == 1, many=many, beside=many, programmatic_launch=programmatic_launch

@@ -82,7 +82,8 @@ def reference(
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
         slopes: float32 [num_heads], added to a score times ``j - p`` (ALiBi); or None. They do not go with sinks.
         biases: float32 [num_heads, distances], of which ``biases[:, min(p - j, distances - 1)]`` is added to a score
-            (T5's relative positions); or None. They go with a query_len of 1, and not with slopes or sinks.
+            (T5's relative positions); [batch, num_heads, distances] if rows have biases of their own; or None. They go
+            with a query_len of 1, and not with slopes or sinks.
         other: [batch, query_len, num_heads*head_dim] in q's dtype, attention of the same queries over other keys, with
             which these keys then share one softmax; or None.
         other_lse: float32 [batch, query_len, num_heads], the log of the sum of exp(score) over the other keys, minus
@@ -164,8 +165,10 @@ def _eager(
     if slopes is not None:
         scores = scores + (slopes.to(q.dtype)[:, None, None] * apart).to(q.dtype)
     if biases is not None:
-        behind = (-apart[:, 0]).clamp(0, biases.shape[1] - 1)  # [batch, query_len, capacity]
-        scores = scores + biases.to(q.dtype)[:, behind].transpose(0, 1)
+        behind = (-apart[:, 0]).clamp(0, biases.shape[-1] - 1)  # [batch, query_len, capacity]
+        of_rows = biases.to(q.dtype).expand(len(q), -1, -1)
+        places = behind[:, None].expand(-1, q.shape[1], -1, -1).flatten(2)
+        scores = scores + of_rows.gather(2, places).view(scores.shape)
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is None:
         return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
@@ -276,6 +279,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         softcap=0.0,
         slopes=False,
         distances=None,
+        of_rows=False,
         others=None,
         lse=False,
     ):
@@ -303,7 +307,7 @@ def samples(device: torch.device, dtype: torch.dtype):
             block_table=table,
             softcap=softcap,
             slopes=2.0 ** -torch.arange(1, 1 + heads, device=device, dtype=torch.float32) if slopes else None,
-            biases=None if distances is None else torch.randn(heads, distances, device=device),
+            biases=None if distances is None else torch.randn(*[batch] * of_rows, heads, distances, device=device),
         )
         rows = batch, query_len, heads
         if others is not None:  # how much more the other keys weigh, as a logarithm
@@ -346,6 +350,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(2, 1, 4, 2, 64, 320, [300, 7], softcap=3.0, distances=400, page_size=32)
     yield call(1, 1, 3, 3, 300, 70, [65], distances=1)
     yield call(1, 1, 8, 2, 128, 1100, [1030], distances=128, kv=torch.int8)
+    yield call(3, 1, 12, 4, 64, 300, [257, 3, 90], distances=129, of_rows=True, others=0.0)
+    yield call(2, 1, 3, 3, 300, 70, [65, 9], distances=7, of_rows=True)
     yield call(1, 1, 8, 2, 64, 300, [257], others=0.0, lse=True, programmatic_launch=True)
     yield call(2, 3, 4, 2, 80, 90, [5, 90], starts=[0, 90], others=1.0, lse=True)  # tokens that see nothing here
     yield call(1, 1, 8, 1, 128, 1100, [1030], lse=True, softcap=3.0)  # several splits

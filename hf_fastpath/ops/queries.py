@@ -36,8 +36,9 @@ def score_reasons(
         return reasons
     if sinks is not None or slopes is not None or q.shape[1] > 1:
         reasons.append("biases go with one new token, and not with slopes or sinks: pass them alone")
-    if biases.dtype != torch.float32 or biases.dim() != 2 or biases.shape[0] != q.shape[2] or not biases.shape[1]:
-        expected = f"torch.float32 ({q.shape[2]}, 1 or more)"
+    shapes = (q.shape[2],), (q.shape[0], q.shape[2])
+    if biases.dtype != torch.float32 or tuple(biases.shape[:-1]) not in shapes or not biases.shape[-1]:
+        expected = f"torch.float32 ({q.shape[2]}, 1 or more) or ({q.shape[0]}, {q.shape[2]}, 1 or more)"
         reasons.append(f"biases are {biases.dtype} {tuple(biases.shape)}, expected {expected}")
     if biases.device != q.device:
         reasons.append(f"biases are on {biases.device}, expected {q.device}: move them")

@@ -109,13 +109,15 @@ def append(k, v, layer):
     raise NotImplementedError("keys and values are appended by an op over a cache alone")
 
 
-def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None, encoded=None):
+def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None, encoded=None,
+           row_biases=None, other=None, other_lse=None):  # fmt: skip
     """Return attention [batch, query_len, num_heads, head_dim] of q [batch, num_heads, query_len, head_dim] over
     ``states``, which :func:`append` gave.
 
     ``slopes`` [num_heads] are added to a score once for each position that a key is further on (ALiBi). ``bias``
     [num_heads, distances] is added to scores by how far a key is behind, see ``passes.position_bias``. What an encoder
     has read, as the decoder's layer ``encoded`` keeps it, shares the softmax; it is None if nothing does.
+    ``row_biases``, ``other`` and ``other_lse`` are those of ``ops.decode_attention``, biases of each sequence.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
 

@@ -194,6 +194,13 @@ class RecordedPart:
         """Return how many sequences a decode plan takes."""
         return MAX_ROWS if self.has_experts else MAX_BATCH
 
+    @functools.cached_property
+    def rows(self) -> int:
+        """Return how many rows of a sequence products of a step are given at most."""
+        recording = self.recording(1, 1)
+        given = [recording.fact(each.arguments["x"]) for each in recording.calls if each.op is marks.linear]
+        return max((each.numel() // each.shape[-1] for each in given), default=1)
+
     @property
     def source(self) -> nn.Module:
         return self.module

@@ -199,6 +199,7 @@ class Recorder:
         if not getattr(module, "is_causal", True) and query.shape[2] > 1:  # one token sees all in any case
             raise Unrecordable("attention that is not causal")
         bias = others.pop(POSITION_BIAS, None)
+        streams = {name: others.pop(name) for name in _STREAMS if name in others}
         self._refuse_tensors(others)
         with self.quiet():
             batch, heads, query_len, head_dim = query.shape
@@ -209,6 +210,7 @@ class Recorder:
             softcap=float(softcap or 0.0), sinks=s_aux,
         )  # fmt: skip
         arguments |= {name: each for name, each in (("bias", bias), ("encoded", encoded)) if each is not None}
+        arguments |= streams
         if expansion is None:
             self.emit(marks.attend, arguments, out)
         elif arguments.pop("softcap") or arguments.pop("sinks") is not None:
@@ -345,6 +347,8 @@ class Recorder:
 
 #: argument of attention functions that is added to scores
 POSITION_BIAS = "position_bias"
+#: arguments of :func:`marks.attend` that attention of several streams has
+_STREAMS = "row_biases", "other", "other_lse"
 #: further arguments of attention functions, which the kernels take from elsewhere or never read
 _HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "input_ids"})
 

@@ -22,6 +22,7 @@ from .recorder import Recorder, recorder
 from .recording import EncodedLayer, Recording, Unrecordable
 from .rehearsal import cache_with_states, rehearse
 from .skeleton import Skeleton
+from .streams import attention_of_streams
 
 #: places of an encoder's output
 _ENCODED = 1009
@@ -62,7 +63,14 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     states: list[list[Register]] = [[] for _ in cache.kinds]
     encoded: list[EncodedLayer] = []
     encoder_output: Register | None = None
-    with torch.inference_mode(False), torch.no_grad(), _without_logs(), skeleton.mode, listed_experts(noting):
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _without_logs(),
+        skeleton.mode,
+        listed_experts(noting),
+        attention_of_streams(noting),
+    ):
         whole: Any = cache
         if has_encoder:
             whole = compat.over_encoder(cache)

@@ -36,7 +36,7 @@ from hf_fastpath.quantization import FORMATS
 from hf_fastpath.quantization.linear import PackedLinear
 
 FEW = dict(max_new_tokens=12, do_sample=False)
-TYPES = ("bart", "t5", "marian", "m2m_100", "whisper", "moonshine", "fsmt", "t5gemma2", "nllb-moe")
+TYPES = ("bart", "t5", "marian", "m2m_100", "whisper", "moonshine", "fsmt", "t5gemma2", "nllb-moe", "prophetnet")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -361,9 +361,9 @@ def test_the_decoder_is_quantized(models):
     linears = [module for module in stock.get_decoder().modules() if type(module) is nn.Linear]
     inside = {names[id(module)] for module in linears if module.weight is not head.weight}
     inside = {name for name in inside if ".experts." not in name and ".router." not in name}  # none of a mixture
-    kinds = "encoder_attn", "EncDecAttention", "cross_attention"
+    kinds = "encoder_attn", "EncDecAttention", "cross_attention", "cross_attn"
     over_encoded = {name for name in inside if any(kind in name for kind in kinds)}
-    once = {name for name in over_encoded if name.endswith((".k", ".v", "k_proj", "v_proj"))}
+    once = {name for name in over_encoded if name.endswith((".k", ".v", "k_proj", "v_proj", "key_proj", "value_proj"))}
     assert bool(once) == (stock.config.model_type != "t5gemma2")  # of which the same layers make keys of either
     assert packed_in(ours).keys() == inside - once | ({names[id(head)]} if has_linear_head else set())
     same = with_dequantized(stock, ours)

@@ -99,7 +99,7 @@ def fronts(
     at_positions, producers = positional(recording), recording.producers()
     known: dict[Any, Any] = {}
     for attend in recording.calls:
-        if attend.op is not op:
+        if attend.op is not op or attend.arguments.get("other") is not None:
             continue
         append = producers[attend.arguments["states"].index]
         for norms in with_norms:
