@@ -170,5 +170,6 @@ from .seams import (
     with_experts,
     with_held,
     with_stacks,
+    without_modes,
 )
 from .versions import TESTED_TRANSFORMERS, transformers_version

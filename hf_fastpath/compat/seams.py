@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -21,6 +22,8 @@ from .caches import CACHE, LayerKind, LinearAttentionLayer, layer_kinds, made_la
 from .encoders import encoder_output, text_cache, text_name
 from .generation import inputs_behind
 from .models import is_multimodal
+
+__all__ = ["without_modes"]
 
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"

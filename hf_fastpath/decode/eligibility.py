@@ -200,7 +200,7 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
             return Cause("attention_mask", what)
         if not part.takes_padding and not bool(mask.all()):
-            return Cause("attention_mask", "padding, which the model tells to more than attention")
+            return Cause("attention_mask", "padding, which matters to more than attention, or not to it")
     if position_ids is None:
         return Cause("position_ids", "None") if part.takes_positions and not part.has_encoder else None
     known = position_ids.dim() == 2 or (part.is_multimodal and position_ids.dim() == 3)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
 from ..decode.named_calls import Register
@@ -74,7 +73,7 @@ def _experts(recorder: Recorder, module: nn.Module, x: torch.Tensor, chosen: tor
         return torch.empty_like(x)
     real = recorder.skeleton.model.get_submodule(recorder.path_of(module))
     experts = compat.experts_in(module)
-    with recorder.quiet(), _disable_current_modes():
+    with recorder.quiet(), compat.without_modes():
         factor = _factor(real)
         numbers = None if factor is None else _needed(recorder, chosen, len(experts))
     if numbers is None:

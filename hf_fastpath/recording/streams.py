@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
 from .recorder import Recorder
@@ -33,25 +32,26 @@ def attention_of_streams(recorder: Recorder) -> Iterator[None]:
             vars(module).pop("forward", None)
 
 
-def _over_text(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], hidden_states: torch.Tensor,
-               cache: Any = None, position_ids: Any = None, **masks: Any):  # fmt: skip
+def _over_text(
+    recorder: Recorder, module: nn.Module, forward: Callable[..., Any], hidden_states: torch.Tensor, **given: Any
+) -> tuple[torch.Tensor, None, None]:
     """Attend to the text: every stream to its keys and values, and all but the first stream to their own as well."""
     if recorder.is_rehearsing:
-        return forward(hidden_states, cache=cache, position_ids=position_ids, **masks)
-    _refuse(masks.values())
+        return forward(hidden_states, **given)
+    _refuse_masks(given)
     recorder.is_unpadded = True  # behind a prompt the model masks nothing
     heads, dim = module.num_attn_heads, module.head_dim
     projections = module.query_proj, module.key_proj, module.value_proj
     q, k, v = (each(hidden_states).unflatten(-1, (heads, dim)) for each in projections)  # [batch, streams, heads, dim]
     q = q / dim**0.5
     new = (each[:, :1].transpose(1, 2) for each in (k, v))
-    keys, values = compat.text_cache(cache).update(*new, module.layer_idx)
+    keys, values = compat.text_cache(given[compat.CACHE]).update(*new, module.layer_idx)
     buckets = module.relative_pos_embeddings(hidden_states).unflatten(-1, (module.num_buckets, heads))
-    with recorder.quiet(), _disable_current_modes():
+    with recorder.quiet(), compat.without_modes():
         distances = torch.arange(module.relative_max_distance + 2, device=recorder.skeleton.device)
         of_distances = compat.buckets_of(module, distances).long()
     biases = [buckets[:, :1].index_select(2, of_distances[:-1]), buckets[:, 1:].index_select(2, of_distances[1:])]
-    own = (q * k).sum(-1) + buckets[:, :, 0]
+    own = (q * k).sum(-1) + buckets[:, :, 0]  # a key that is no distance away is of the first bucket
     own = torch.cat((torch.full_like(own[:, :1], -torch.inf), own[:, 1:]), 1)
     others = torch.cat((torch.zeros_like(v[:, :1]), v[:, 1:]), 1)
     out, _ = recorder.attend(
@@ -64,22 +64,21 @@ def _over_text(recorder: Recorder, module: nn.Module, forward: Callable[..., Any
 
 
 def _over_encoded(
-    recorder: Recorder, module: nn.Module, forward: Callable[..., Any], hidden_states: torch.Tensor,
-    key_value_states: Any = None, attention_mask: Any = None, cache: Any = None, **others: Any,
-):  # fmt: skip
+    recorder: Recorder, module: nn.Module, forward: Callable[..., Any], hidden_states: torch.Tensor, **given: Any
+) -> tuple[torch.Tensor, None]:
     """Attend to what an encoder has read."""
     if recorder.is_rehearsing:
-        return forward(hidden_states, key_value_states, attention_mask, cache, **others)
-    _refuse([attention_mask])
+        return forward(hidden_states, **given)
+    _refuse_masks(given)
     heads, dim = module.num_attn_heads, module.head_dim
     q = module.query_proj(hidden_states).unflatten(-1, (heads, dim)) / dim**0.5
-    k, v = compat.encoded_states(cache)[module.layer_idx]
+    k, v = compat.encoded_states(given[compat.CACHE])[module.layer_idx]
     out, _ = recorder.attend(module, _as_heads(q), k, v, None, scaling=1.0)
     return module.out_proj(_as_streams(out, heads)), None
 
 
-def _refuse(masks: Any) -> None:
-    if any(each is not None for each in masks):
+def _refuse_masks(given: dict[str, Any]) -> None:
+    if any(value is not None for name, value in given.items() if name.endswith("mask")):
         raise Unrecordable("masks of several streams")
 
 

@@ -308,13 +308,15 @@ def test_what_is_left_to_stock():
         assert_same_tokens(found, expected)
 
 
-def test_padding_that_routers_read():
-    """NLLB's routers are given attention's mask: stock code runs a text with padding in front."""
+@pytest.mark.parametrize("model_type", ("nllb-moe", "prophetnet"))
+def test_padding_that_is_left_to_stock(model_type):
+    """NLLB's routers are given attention's mask, ProphetNet's attention is given none behind the prompt."""
     require_native(CPU)
-    skip_if_drawing("nllb-moe")
-    stock = small_model("nllb-moe")
+    skip_if_drawing(model_type)
+    stock = small_model(model_type)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     inputs = of(stock, 2) | {"decoder_input_ids": encoder_decoder_types.start(2, 5)}
+    inputs["decoder_input_ids"][:, 0] = stock.generation_config.decoder_start_token_id  # else it is put in front
     for padding, code in ((0, None), (2, "attention_mask")):
         mask = torch.ones(2, 5, dtype=torch.long)
         mask[0, :padding] = 0
@@ -323,6 +325,20 @@ def test_padding_that_routers_read():
             found = ours.generate(**given, **FEW)
         assert counts.reasons == ({code: 1} if code else {}), padding
         assert_same_tokens(found, stock.generate(**given, **FEW))
+    assert "matters to more than attention" in str(hf_fastpath.report(ours).stats["details"])
+
+
+def test_many_sequences_of_several_streams():
+    """A sequence is three rows of ProphetNet's products, and kernels for a few rows take 16."""
+    require_native(CPU)
+    stock = small_model("prophetnet")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for batch in (5, 6, 20):
+        inputs = of(stock, batch, padding=4)
+        with counting(ours) as counts:
+            found = ours.generate(**inputs, **FEW)
+        assert counts.fast == 12 * batch and not counts.reasons
+        assert_same_tokens(found, stock.generate(**inputs, **FEW))
 
 
 def test_experts_that_are_modules_and_of_which_tokens_need_different_ones():
