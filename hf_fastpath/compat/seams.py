@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 import types
@@ -135,8 +136,12 @@ def buckets_of(module: nn.Module, distances: torch.Tensor) -> torch.Tensor:
 
 def modules_with_padding(model: nn.Module) -> list[nn.Module]:
     """Return the modules of ``model`` that route tokens, and are given attention's mask besides these."""
-    named = [(each, list(inspect.signature(type(each).forward).parameters)) for each in model.modules()]
-    return [each for each, names in named if names[2:] == [_PADDING]]
+    return [each for each in model.modules() if _takes_padding(type(each))]
+
+
+@functools.cache
+def _takes_padding(kind: type[nn.Module]) -> bool:
+    return list(inspect.signature(kind.forward).parameters)[2:] == [_PADDING]
 
 
 class RecordingCache(Cache):

@@ -196,10 +196,10 @@ class RecordedPart:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Return how many rows of a sequence products of a step are given at most."""
+        """Return how many rows of a sequence products of a step are given at most, [batch, rows, features]."""
         recording = self.recording(1, 1)
         given = [recording.fact(each.arguments["x"]) for each in recording.calls if each.op is marks.linear]
-        return max((each.numel() // each.shape[-1] for each in given), default=1)
+        return max((each.shape[1] for each in given if each.dim() == 3 and len(each) == 1), default=1)
 
     @property
     def source(self) -> nn.Module:
