@@ -132,7 +132,8 @@ REASONS: dict[str, Reason] = {
     "attention_mask": Reason(
         "the attention mask is not plain left padding, zeros in front of ones in every row; or it came with a single "
         "token outside of greedy search and sampling, where the kernels take none; or the mask over what an encoder "
-        "has read is not one run of ones in every row",
+        "has read is not one run of ones in every row; or there is padding, and the model's routers read the mask, "
+        "or its attention does not",
         "pad on the left (tokenizer.padding_side = 'left'), for an encoder on one side; use greedy search",
     ),
     "attention_outputs": Reason(

@@ -14,6 +14,7 @@ import argparse
 import inspect
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -277,7 +278,9 @@ def random_model(
         biases = [(name, buffer) for name, buffer in model.named_buffers() if name in kept and buffer.dim() == 1]
         for name, tensor in [*model.named_parameters(), *biases]:  # routers keep biases in buffers
             _vary(name, tensor)
-        embeddings = generating_model(model).get_input_embeddings()
+        embeddings = None
+        with suppress(NotImplementedError):  # Dia has several
+            embeddings = generating_model(model).get_input_embeddings()
         if isinstance(embeddings, nn.Embedding):  # some embeddings scale their rows
             embeddings.weight.mul_(_EMBEDDING / embeddings(torch.arange(1, VOCAB)).std())
     return model

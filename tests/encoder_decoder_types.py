@@ -6,6 +6,7 @@ As in ``causal_lm_types``, sizes are cut by their names; :data:`_TYPES` holds wh
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import causal_lm_types
@@ -24,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
-from hf_fastpath.compat import encoder_output, encoder_width
+from hf_fastpath.compat import encoder_output, encoder_width, token_shape
 
 _MOST_PARAMETERS = 20_000_000
 _TOKENS = dict(decoder_start_token_id=2, bos_token_id=1, eos_token_id=None, pad_token_id=0, forced_eos_token_id=None)
@@ -37,14 +38,27 @@ causal_lm_types._SIZES |= {
     "encoder_num_attention_heads": 4,
     "decoder_num_attention_heads": 4,
     "encoder_sparse_step": 2,
+    "cross_num_attention_heads": 4,
+    "cross_num_key_value_heads": 4,
+    "cross_head_dim": 16,
+    "cross_hidden_size": 64,
     "decoder_sparse_step": 2,
 }
+_CHANNELS = 3  # tokens of a position of Dia's text
 _BERT = {"model_type": "bert"}
 _AROUND = dict(encoder=dict(is_decoder=False), decoder=dict(add_cross_attention=True))
 #: entries that a type is given besides, as in ``causal_lm_types``
 _TYPES: dict[str, dict[str, Any]] = {
+    "dia": dict(
+        delay_pattern=list(range(_CHANNELS)),
+        decoder_config=dict(
+            num_channels=_CHANNELS, eos_token_id=VOCAB - 3, pad_token_id=VOCAB - 2, bos_token_id=VOCAB - 1
+        ),
+    ),
     "encoder-decoder": dict(default=dict(encoder=_BERT, decoder=_BERT)) | _AROUND,
+    "nllb-moe": dict(tie_word_embeddings=False),  # tied, a random model says one token alone
     "moonshine_streaming": dict(num_key_value_heads=4),  # the class has no default
+    "prophetnet": dict(num_buckets=8, relative_max_distance=10),  # texts are longer
     "speecht5": dict(vocab_size=VOCAB),
     "speech-encoder-decoder": dict(default=dict(encoder={"model_type": "wav2vec2"}, decoder=_BERT)) | _AROUND,
 }
@@ -118,15 +132,16 @@ def output(model: PreTrainedModel, batch: int, length: int, padding: int = 0, se
     return {"encoder_outputs": encoder_output(states), "attention_mask": mask}
 
 
-def start(batch: int, length: int = 3, seed: int = 0) -> torch.Tensor:
-    """Return [batch, length] tokens that a decoder starts from."""
-    return causal_lm_types.prompt(batch, length, seed + 100)
+def start(batch: int, length: int = 3, seed: int = 0, channels: tuple[int, ...] = ()) -> torch.Tensor:
+    """Return [batch, length, *channels] tokens that a decoder starts from."""
+    return causal_lm_types.prompt(batch, length * math.prod(channels), seed + 100).view(batch, length, *channels)
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
     """Return the tokens that ``GenerationMixin.generate()`` adds, whatever a model's class does around it."""
     start = inputs["decoder_input_ids"].shape[1] if "decoder_input_ids" in inputs else 0
-    found = GenerationMixin.generate(model, **copy.deepcopy(inputs), **options)
+    known = type(model) if token_shape(model) else GenerationMixin  # a class takes several tokens apart
+    found = known.generate(model, **copy.deepcopy(inputs), **options)
     new = options["max_new_tokens"]
     assert found.shape[1] >= start + new
     return found[:, -new:]

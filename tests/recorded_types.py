@@ -17,6 +17,7 @@ from causal_lm_types import kind, small_model
 from transformers import PreTrainedModel
 
 import hf_fastpath
+from hf_fastpath.compat import token_shape
 from hf_fastpath.decode import many_rows
 from hf_fastpath.decode.named_calls import Call, Register
 from hf_fastpath.errors import UnsupportedModelError
@@ -119,7 +120,7 @@ def encoder_decoder_row(model_type: str) -> Row:
         prompts = {"an output": {}, "a padded batch of outputs": {"padding": 4}}
         prompts = {
             name: encoder_decoder_types.output(stock, 1 + len(padding), 9, **padding)
-            | {"decoder_input_ids": encoder_decoder_types.start(1 + len(padding))}
+            | {"decoder_input_ids": encoder_decoder_types.start(1 + len(padding), channels=token_shape(stock))}
             for name, padding in prompts.items()
         }
         if of_kind:

@@ -41,11 +41,32 @@ inline void check_score_changes(const char* op, const Tensor& q, const std::opti
   STD_TORCH_CHECK(!slopes || (slopes->numel() == num_heads && dtype_of(*slopes, op) == DType::kFloat32),
                   "hf_fastpath::", op, ": slopes have to be float32 [heads]");
   STD_TORCH_CHECK(!slopes || !sinks, "hf_fastpath::", op, ": slopes and sinks do not go together");
-  STD_TORCH_CHECK(!biases || (biases->dim() == 2 && biases->size(0) == num_heads && biases->size(1) > 0 &&
-                              dtype_of(*biases, op) == DType::kFloat32),
-                  "hf_fastpath::", op, ": biases have to be float32 [heads, distances]");
+  const bool of_rows = biases && biases->dim() == 3 && biases->size(0) == q.size(0);
+  STD_TORCH_CHECK(!biases || ((of_rows || biases->dim() == 2) && biases->size(-2) == num_heads &&
+                              biases->size(-1) > 0 && dtype_of(*biases, op) == DType::kFloat32),
+                  "hf_fastpath::", op,
+                  ": biases have to be float32 [heads, distances], or these for each row");
   STD_TORCH_CHECK(!biases || (q.size(1) == 1 && !slopes && !sinks), "hf_fastpath::", op,
                   ": biases take one token, and do not go with slopes or sinks");
+}
+
+// Refuses attention over other keys that does not fit q, and an lse that cannot be written.
+inline void check_other_keys(const char* op, const Tensor& q, const std::optional<Tensor>& other,
+                             const std::optional<Tensor>& other_lse, const std::optional<Tensor>& lse) {
+  const std::vector<int64_t> rows = {q.size(0), q.size(1), q.size(2)};
+  const auto is_of_rows = [&](const Tensor& each) {
+    return sizes_of(each) == rows && dtype_of(each, op) == DType::kFloat32;
+  };
+  STD_TORCH_CHECK(other.has_value() == other_lse.has_value(), "hf_fastpath::", op,
+                  ": other and other_lse go together");
+  STD_TORCH_CHECK(
+      !other || (dtype_of(*other, op) == dtype_of(q, op) && is_of_rows(*other_lse) &&
+                 sizes_of(*other) == std::vector<int64_t>({rows[0], rows[1], rows[2] * q.size(3)})),
+      "hf_fastpath::", op,
+      ": other has to be [batch, query_len, heads*head_dim] in q's dtype, other_lse float32 [batch, "
+      "query_len, heads]");
+  STD_TORCH_CHECK(!lse || (is_of_rows(*lse) && lse->is_contiguous()), "hf_fastpath::", op,
+                  ": lse has to be contiguous float32 [batch, query_len, heads]");
 }
 
 inline NormKind norm_of(int64_t number, const char* op) {
@@ -105,7 +126,9 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
       bool programmatic_launch, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,   \
       const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table = std::nullopt,        \
       double softcap = 0.0, const std::optional<Tensor>& slopes = std::nullopt,                              \
-      const std::optional<Tensor>& biases = std::nullopt);                                                   \
+      const std::optional<Tensor>& biases = std::nullopt, const std::optional<Tensor>& other = std::nullopt, \
+      const std::optional<Tensor>& other_lse = std::nullopt,                                                 \
+      const std::optional<Tensor>& lse = std::nullopt);                                                      \
   Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,           \
                               int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,    \
                               const std::optional<Tensor>& norm_bias, double norm_eps,                       \

@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
     const int newest = s.seq_len - p.query_len + place.token;
     row_first[r] = s.first_visible(newest, p.window);
     row_last[r] = present ? min(newest, s.end - 1) : -1;
-    slope[r] = slope_of(p, place.head);
+    slope[r] = slope_of(p, batch_row, place.head);
     const int64_t at = out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {

@@ -28,6 +28,10 @@ struct DecodeAttentionParams {
   const int32_t* seq_lens;  // [batch], on the device
   const int32_t* starts;    // [batch], on the device, or null for 0
   const void* sinks;  // [num_heads], dtype: a score more in each head's softmax, without a value; or null
+  const void* other;  // [batch, query_len, num_heads * head_dim], dtype, 16-byte aligned: the same queries'
+                      // attention over other keys, which are then in the softmax as well; or null
+  const float* other_lse;   // [batch, query_len, num_heads]: log of the sum of exp(score) over these keys
+  float* lse;               // as other_lse, of all keys that the output is of; written unless null
   const int64_t* kv_table;  // [layers, 3 or 5] on the device, see kTableColumns, or null
   int64_t layer;            // row of kv_table
   int64_t capacity;
@@ -39,6 +43,7 @@ struct DecodeAttentionParams {
   const float* slopes;  // [num_heads]: added to a score for each position further on; or null; not with sinks
   const float* biases;  // [num_heads, distances]: added to a score of a position so far behind the one token
   int distances;        // of each row, or further behind for the last; or null; not with slopes and sinks
+  int bias_heads;       // num_heads if each batch row has such biases, one after the other; else 0
   int window;           // 0: none
   int batch, query_len, num_heads, num_kv_heads, head_dim;
   int group;                                     // num_heads / num_kv_heads: query heads that share a KV head

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_attention_any_kernel(Decod
     if constexpr (kIsQuant<KV>) score *= bfloat16_bits_to_float(scales.k[slot]);
     if (p.softcap > 0.f) score = p.softcap * tanh(score / p.softcap);
     if (p.slopes) score += double(p.slopes[place.head]) * (position - newest);
-    if (p.biases) score += bias_at(p, place.head * p.distances, newest - position);
+    if (p.biases) score += bias_at(p, bias_row(p, batch_row, place.head), newest - position);
     const double top = score > max ? score : max;
     const double shrink = max == -INFINITY ? 0.0 : exp(max - top);
     double weight = exp(score - (top == -INFINITY ? 0.0 : top));
@@ -93,8 +93,11 @@ __global__ void __launch_bounds__(kThreads, 1) decode_attention_any_kernel(Decod
   if (lane == 0) totals[warp] = total, maxima[warp] = max;
   __syncthreads();  // every warp's results
 
-  const double sink = p.sinks ? double(load_as_float(p.sinks, place.head, p.dtype)) : -INFINITY;
-  double top = sink, sum = 0.0;
+  const int out_row = output_row(p, batch_row, place);
+  const double sink =
+      p.sinks && place.sees_any ? double(load_as_float(p.sinks, place.head, p.dtype)) : -INFINITY;
+  const double other_lse = p.other ? double(p.other_lse[out_row]) : -INFINITY;
+  double top = sink > other_lse ? sink : other_lse, sum = 0.0;
   for (int w = 0; w < kWarps; ++w) top = maxima[w] > top ? maxima[w] : top;
   double factors[kWarps];
 #pragma unroll
@@ -103,12 +106,16 @@ __global__ void __launch_bounds__(kThreads, 1) decode_attention_any_kernel(Decod
     // A warp whose scores were all NaN has no maximum, but a sum that says so.
     sum += isnan(totals[w]) ? totals[w] : totals[w] * factors[w];
   }
-  if (p.sinks) sum += exp(sink - top);
+  const double of_sink = sink == -INFINITY ? 0.0 : exp(sink - top),
+               of_other = other_lse == -INFINITY ? 0.0 : exp(other_lse - top);
+  sum += of_sink + of_other;
+  if (p.lse && threadIdx.x == 0) p.lse[out_row] = float(top + log(sum));
+  const bool sees_none = !place.sees_any && sum == 0.0;
   for (int d = threadIdx.x; d < p.head_dim; d += kThreads) {
-    double out = 0.0;
+    double out = p.other ? of_other * load_as_float(p.other, at + d, p.dtype) : 0.0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) out += sums[w][d] * factors[w];
-    store_from_float(p.out, at + d, p.dtype, place.sees_any ? float(out / sum) : 0.f);
+    store_from_float(p.out, at + d, p.dtype, sees_none ? 0.f : float(out / sum));
   }
 }
 

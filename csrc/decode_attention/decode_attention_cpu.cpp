@@ -134,10 +134,21 @@ bool queries_in_steps(const float* q, int64_t rows, int64_t head_dim, int16_t* s
   return true;
 }
 
-// The visible cache of one batch row, the union over its tokens.
+// The visible cache of one batch row, the union over its tokens. Its parts are the chunks, and attention over
+// other keys where there is some; first_part counts those of the rows in front.
 struct VisibleRange {
-  int64_t begin, end, first_query, chunks, first_chunk;
+  int64_t begin, end, first_query, chunks, parts, first_part;
 };
+
+// Log of the sum of exp(score) that the parts of a row and its sink make, see attention_merge_portable.
+float log_sum_exp(const float* maxima, const float* weights, int64_t parts, int64_t stride, float sink) {
+  float top = sink;
+  for (int64_t p = 0; p < parts; ++p) top = std::max(top, maxima[p * stride]);
+  if (top == kMinusInfinity) return top;
+  double sum = std::exp(double(sink) - top);
+  for (int64_t p = 0; p < parts; ++p) sum += weights[p * stride] * std::exp(double(maxima[p * stride]) - top);
+  return static_cast<float>(top + std::log(sum));
+}
 
 // First position of chunk `chunk`, in whole blocks.
 int64_t chunk_begin(const VisibleRange& range, int64_t chunk) {
@@ -153,7 +164,8 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
                             const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
                             const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
                             double softcap, const std::optional<Tensor>& slopes,
-                            const std::optional<Tensor>& biases) {
+                            const std::optional<Tensor>& biases, const std::optional<Tensor>& other,
+                            const std::optional<Tensor>& other_lse, const std::optional<Tensor>& lse) {
   const char* op = "decode_attention";
   const DType dtype = dtype_of(q, op);
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen,
@@ -168,9 +180,11 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   STD_TORCH_CHECK(takes_head_dim(dim), "hf_fastpath::decode_attention: head_dim is ", dim,
                   ", expected an even number up to ", kMaxHeadDim);
   check_score_changes(op, q, sinks, softcap, slopes, biases);
+  check_other_keys(op, q, other, other_lse, lse);
   std::optional<Tensor> slopes_holder, biases_holder;
   const float* const bias_of = static_cast<const float*>(optional_data(biases, biases_holder));
-  const int64_t distances = biases ? biases->size(1) : 0;
+  const int64_t distances = biases ? biases->size(-1) : 0;
+  const int64_t bias_heads = biases && biases->dim() == 3 ? num_heads : 0;  // of a batch row
   const float* const slope_of = static_cast<const float*>(optional_data(slopes, slopes_holder));
   STD_TORCH_CHECK(window >= 0, "hf_fastpath::decode_attention: window is ", window, ", expected 0 or more");
   std::optional<Tensor> lens_holder, starts_holder;
@@ -181,6 +195,10 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   check_vector(sinks, num_heads, dtype, op, "sinks");
   std::optional<Tensor> sinks_holder;
   const void* sink_of = optional_data(sinks, sinks_holder);
+  std::optional<Tensor> other_holder, other_lse_holder;
+  const void* const other_of = optional_data(other, other_holder);
+  const float* const other_lse_of = static_cast<const float*>(optional_data(other_lse, other_lse_holder));
+  float* const lse_to = lse ? static_cast<float*>(lse->mutable_data_ptr()) : nullptr;
 
   // What is visible, and its chunks.
   thread_local std::vector<VisibleRange> range_buffer;
@@ -193,20 +211,21 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
     // The ring holds the newest `capacity` positions.
     int64_t begin = std::max<int64_t>({0, end - cache.capacity, first != nullptr ? first[b] : 0});
     if (window > 0) begin = std::max(begin, first_query - window + 1);
-    ranges[b] = {begin, std::max(begin, end), first_query, 0, 0};
+    ranges[b] = {begin, std::max(begin, end), first_query, 0, 0, 0};
     check_pages(cache, b, begin, end, op);
     positions += ranges[b].end - begin;
   }
   const int64_t chunk_positions =
       std::clamp(positions * cache.num_kv_heads / kTargetChunks, kMinChunkPositions, kMaxChunkPositions);
-  int64_t row_chunks = 0;
+  int64_t row_parts = 0;
   for (int64_t b = 0; b < batch; ++b) {
     ranges[b].chunks = (ranges[b].end - ranges[b].begin + chunk_positions - 1) / chunk_positions;
-    ranges[b].first_chunk = row_chunks;
-    row_chunks += ranges[b].chunks;
+    ranges[b].parts = ranges[b].chunks + (other ? 1 : 0);
+    ranges[b].first_part = row_parts;
+    row_parts += ranges[b].parts;
   }
   const int64_t group = num_heads / cache.num_kv_heads, queries = query_len * group;
-  const int64_t heads = cache.num_kv_heads, items = row_chunks * heads;
+  const int64_t heads = cache.num_kv_heads, items = row_parts * heads;
   const int64_t bytes = 2 * positions * heads * dim * element_size(cache.type);
   const int64_t parts = std::max<int64_t>(1, std::min(part_count(bytes, kBytesPerPart), items));
 
@@ -241,17 +260,27 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
 
   const bool in_steps = may_step && queries_in_steps(float_q, q_rows, dim, q_steps, q_units);
 
-  // Items in the order (row, KV head, chunk); a row's first item is heads * first_chunk.
+  // Items in the order (row, KV head, part); a row's first item is heads * first_part.
   const auto widest = use_avx512() && dim % 16 == 0 ? attention_chunk_avx512 : attention_chunk_avx2;
   const auto kernel = avx2 ? widest : attention_chunk_portable;
   for_each_part(parts, [&](int64_t part) {
     const int64_t begin = part_begin(items, parts, part), end = part_begin(items, parts, part + 1);
     int64_t b = 0;
     for (int64_t item = begin; item < end; ++item) {
-      while (item >= heads * (ranges[b].first_chunk + ranges[b].chunks)) ++b;
+      while (item >= heads * (ranges[b].first_part + ranges[b].parts)) ++b;
       const VisibleRange& range = ranges[b];
-      const int64_t within = item - heads * range.first_chunk, h = within / range.chunks,
-                    c = within % range.chunks;
+      const int64_t within = item - heads * range.first_part, h = within / range.parts,
+                    c = within % range.parts;
+      if (c == range.chunks) {
+        for (int64_t m = item * queries; m < (item + 1) * queries; ++m) {
+          const int64_t i = m - item * queries,
+                        row = (b * query_len + i / group) * num_heads + h * group + i % group;
+          convert(dtype, at(other_of, row * dim, dtype), accumulators + m * dim, dim);
+          maxima[m] = other_lse_of[row];
+          weights[m] = 1.0f;
+        }
+        continue;
+      }
       AttentionChunk chunk{};
       chunk.kv_type = cache.type;
       chunk.head_dim = dim;
@@ -283,7 +312,7 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
       chunk.scale = static_cast<float>(scale);
       chunk.softcap = static_cast<float>(softcap);
       chunk.slopes = slope_of != nullptr ? slope_of + h * group : nullptr;
-      chunk.biases = bias_of != nullptr ? bias_of + h * group * distances : nullptr;
+      chunk.biases = bias_of != nullptr ? bias_of + (b * bias_heads + h * group) * distances : nullptr;
       chunk.distances = distances;
       chunk.accumulators = accumulators + item * queries * dim;
       chunk.maxima = maxima + item * queries;
@@ -302,14 +331,17 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
     const int64_t end = part_begin(pairs, mergers, part + 1);
     for (int64_t pair = part_begin(pairs, mergers, part); pair < end; ++pair) {
       const int64_t b = pair / heads, h = pair % heads;
-      const int64_t item = heads * ranges[b].first_chunk + h * ranges[b].chunks;
+      const int64_t item = heads * ranges[b].first_part + h * ranges[b].parts;
       for (int64_t m = 0; m < queries; ++m) {
-        const int64_t token = m / group, head = h * group + m % group;
+        const int64_t head = h * group + m % group, row = (b * query_len + m / group) * num_heads + head;
         float sink = kMinusInfinity;
         if (sink_of != nullptr) convert(dtype, at(sink_of, head, dtype), &sink, 1);
-        merge(dtype, accumulators + (item * queries + m) * dim, maxima + item * queries + m,
-              weights + item * queries + m, ranges[b].chunks, queries * dim, queries, dim, sink,
-              at(to, ((b * query_len + token) * num_heads + head) * dim, dtype));
+        float* const row_maxima = maxima + item * queries + m;
+        const float* const row_weights = weights + item * queries + m;
+        const int64_t row_parts = ranges[b].parts;
+        if (lse_to != nullptr) lse_to[row] = log_sum_exp(row_maxima, row_weights, row_parts, queries, sink);
+        merge(dtype, accumulators + (item * queries + m) * dim, row_maxima, row_weights, row_parts,
+              queries * dim, queries, dim, sink, at(to, row * dim, dtype));
       }
     }
   });

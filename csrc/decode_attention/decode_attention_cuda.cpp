@@ -10,10 +10,11 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
                              const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
                              const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
                              double softcap, const std::optional<Tensor>& slopes,
-                             const std::optional<Tensor>& biases) {
+                             const std::optional<Tensor>& biases, const std::optional<Tensor>& other,
+                             const std::optional<Tensor>& other_lse, const std::optional<Tensor>& lse) {
   return attend_cuda("decode_attention", q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table,
                      layer, workspace, programmatic_launch, sinks, k_scales, v_scales, block_table, softcap,
-                     slopes, biases, launch_decode_attention);
+                     slopes, biases, other, other_lse, lse, launch_decode_attention);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {

@@ -17,7 +17,8 @@ Tensor attend_cuda(const char* op, const Tensor& q, const Tensor& k_cache, const
                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
                    const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table,
                    double softcap, const std::optional<Tensor>& slopes, const std::optional<Tensor>& biases,
-                   Launch launch) {
+                   const std::optional<Tensor>& other, const std::optional<Tensor>& other_lse,
+                   const std::optional<Tensor>& lse, Launch launch) {
   STD_TORCH_CHECK(q.dim() == 4 && q.size(1) >= 1 && q.size(1) <= kMaxQueryLen, "hf_fastpath::", op,
                   ": q has to be [batch, 1 to 16, heads, head_dim]");
   check_attention(op, q, k_cache, v_cache, block_table.has_value(), seq_lens, starts, sinks);
@@ -27,6 +28,7 @@ Tensor attend_cuda(const char* op, const Tensor& q, const Tensor& k_cache, const
   check_kv_scales(k_cache, k_scales, type, op, "k_scales");
   check_kv_scales(k_cache, v_scales, type, op, "v_scales");
   check_score_changes(op, q, sinks, softcap, slopes, biases);
+  check_other_keys(op, q, other, other_lse, lse);
   const Pages pages = load_pages(block_table, kv_table, layer, k_cache, type, q.size(0), op);
   if (!pages) check_kv_table(kv_table, layer, type, op);
 
@@ -42,7 +44,14 @@ Tensor attend_cuda(const char* op, const Tensor& q, const Tensor& k_cache, const
   p.slopes = static_cast<const float*>(data_or_null(of_heads));
   const std::optional<Tensor> of_distances = AttentionTensors::contiguous_or_none(biases);
   p.biases = static_cast<const float*>(data_or_null(of_distances));
-  if (biases) p.distances = static_cast<int>(biases->size(1));
+  if (biases) p.distances = static_cast<int>(biases->size(-1));
+  if (biases && biases->dim() == 3) p.bias_heads = p.num_heads;
+  std::optional<Tensor> other_holder;
+  if (other) other_holder = AttentionTensors::aligned(hf_fastpath::contiguous(*other));
+  p.other = data_or_null(other_holder);
+  const std::optional<Tensor> lse_holder = AttentionTensors::contiguous_or_none(other_lse);
+  p.other_lse = static_cast<const float*>(data_or_null(lse_holder));
+  if (lse) p.lse = static_cast<float*>(lse->data_ptr());
   p.pages = pages;
   if (pages) p.capacity = pages.capacity;
   p.group_inverse = inverse_of(p.group);

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
     const RowPlace place = row_place(p, s, kv_head, row < rows.count(p) ? rows.first + row : 0);
     row_last[h] = row < rows.count(p) ? min(s.seq_len - p.query_len + place.token, s.end - 1) : -1;
     row_first[h] = s.first_visible(s.seq_len - p.query_len + place.token, p.window);
-    slope[h] = slope_of(p, place.head);
+    slope[h] = slope_of(p, batch_row, place.head);
     const T* at = static_cast<const T*>(p.q) + out_offset(p, batch_row, place);  // q lies like the output
 #pragma unroll
     for (int c = 0; c < kPieces; ++c) {

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     if (base < s.end)
       queries.load(h, present ? at : nullptr, q, p.head_dim);  // some of a short cache's warps are idle
     of_scores[h] = queries.unit[h] * (p.scale * kLog2e);
-    slope[h] = slope_of(p, place.head);
+    slope[h] = slope_of(p, batch_row, place.head);
   }
   const int all_from = s.first_visible(s.seq_len - 1, p.window),
             all_to = min(s.end, newest + 1);  // every row sees

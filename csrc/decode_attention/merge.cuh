@@ -41,19 +41,44 @@ __device__ __forceinline__ DType query_dtype(const DecodeAttentionParams& p) {
                                      : DType::kBFloat16;
 }
 
-// What a row's sums, weighted by 2^(score - max), are multiplied by: 1 / sum, where a sink adds to the sum;
-// or 0 for a token that sees nothing. A token whose every score is -inf gets NaN, as in PyTorch.
+// What a row's sums, weighted by 2^(score - max), and its attention over other keys are multiplied by.
+struct Shares {
+  float own, other;
+};
+
+// The shares of a row: 1 / sum, where a sink and other keys add to the sum; or 0 for a token that sees
+// nothing. A token whose every score is -inf gets NaN, as in PyTorch. Writes the row's lse if `writes`.
 template <class Q>
-__device__ __forceinline__ float inverse_sum(const DecodeAttentionParams& p, const RowPlace& place, float max,
-                                             float sum) {
-  if (!place.sees_any) return 0.f;
-  float kept = 1.f;
-  if (p.sinks) {
+__device__ __forceinline__ Shares find_shares(const DecodeAttentionParams& p, int batch_row,
+                                              const RowPlace& place, float max, float sum, bool writes) {
+  float own = 1.f, other = 0.f;
+  if (!place.sees_any) own = sum = 0.f, max = -INFINITY;
+  if (p.sinks && place.sees_any) {
     const float sink = load_as_float(p.sinks, place.head, query_dtype<Q>(p)) * kLog2e, top = fmaxf(max, sink);
-    kept = exp2_below(max, top);
-    sum = fmaf(sum, kept, exp2_approx(sink - top));
+    own = exp2_below(max, top);
+    sum = fmaf(sum, own, exp2_approx(sink - top));
+    max = top;
   }
-  return kept / sum;
+  if (p.other) {
+    const float lse = __ldcg(p.other_lse + output_row(p, batch_row, place)) * kLog2e, top = fmaxf(max, lse);
+    const float kept = exp2_below(max, top);
+    other = exp2_below(lse, top);
+    sum = fmaf(sum, kept, other);
+    own *= kept, max = top;
+  }
+  if (p.lse && writes) p.lse[output_row(p, batch_row, place)] = (max + log2f(sum)) * (1.f / kLog2e);
+  if (!place.sees_any && sum == 0.f) return {0.f, 0.f};
+  return {own / sum, other / sum};
+}
+
+// Adds a share of four neighbors of the attention over other keys.
+template <class Q>
+__device__ __forceinline__ void add_other(const DecodeAttentionParams& p, int64_t at, float share,
+                                          float4& x) {
+  float other[4];
+  load_as_floats(p.other, at, query_dtype<Q>(p), other);
+  x.x = fmaf(other[0], share, x.x), x.y = fmaf(other[1], share, x.y);
+  x.z = fmaf(other[2], share, x.z), x.w = fmaf(other[3], share, x.w);
 }
 
 // Stores four neighbors of the output.
@@ -83,11 +108,12 @@ __device__ __forceinline__ bool arrive_last(unsigned* counter, int active) {
 }
 
 // Writes what the first `count` partial results of each of `rows` are multiplied by: kMaxSplits values a row,
-// zeros from `count` on. `base`: the first row's index in the workspace.
+// zeros from `count` on; behind them a value a row for the attention over other keys. `base`: the first row's
+// index in the workspace.
 template <class Q, int kThreads>
 __device__ __forceinline__ void find_factors(const DecodeAttentionParams& p, const Split& s,
-                                             const Partials& partials, int base, int count, int kv_head,
-                                             Rows rows, float* factors) {
+                                             const Partials& partials, int base, int count, int batch_row,
+                                             int kv_head, Rows rows, float* factors) {
   constexpr int kPerLane = kMaxSplits / kWarpSize;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll 1
@@ -106,15 +132,17 @@ __device__ __forceinline__ void find_factors(const DecodeAttentionParams& p, con
       max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, offset));
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) sum += max_sum[i].y * exp2_below(max_sum[i].x, max);
-    const float inverse = inverse_sum<Q>(p, row_place(p, s, kv_head, rows.first + r), max, warp_sum(sum));
+    const RowPlace place = row_place(p, s, kv_head, rows.first + r);
+    const Shares shares = find_shares<Q>(p, batch_row, place, max, warp_sum(sum), lane == 0);
+    if (p.other && lane == 0) factors[rows.count(p) * kMaxSplits + r] = shares.other;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
-      factors[r * kMaxSplits + lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * inverse;
+      factors[r * kMaxSplits + lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * shares.own;
   }
 }
 
 // Merges the first `count` partial results of `rows` of a KV head and writes the outputs. `factors`: shared
-// memory for kMaxSplits values a row.
+// memory for kMaxSplits + 1 values a row.
 template <class Q, int kThreads, int kDims>
 __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s,
                                              const Partials& partials, int count, int batch_row, int kv_head,
@@ -138,7 +166,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
     for (int i = 0; i < kAhead; ++i, from += p.head_dim)
       ahead[i] = i < left ? __ldcg(reinterpret_cast<const float4*>(from)) : make_float4(0.f, 0.f, 0.f, 0.f);
     if (quad == int(threadIdx.x) && first == 0) {  // after the first loads, which take as long to come
-      find_factors<Q, kThreads>(p, s, partials, base, count, kv_head, rows, factors);
+      find_factors<Q, kThreads>(p, s, partials, base, count, batch_row, kv_head, rows, factors);
       __syncthreads();  // factors
     }
     if (is_output) {
@@ -156,8 +184,11 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
     }
     first += kAhead;
     if (first < count) continue;
-    if (is_output)
-      store_out<Q>(p, out_offset(p, batch_row, row_place(p, s, kv_head, rows.first + r)) + d, sum);
+    if (is_output) {
+      const int64_t at = out_offset(p, batch_row, row_place(p, s, kv_head, rows.first + r)) + d;
+      if (p.other) add_other<Q>(p, at, factors[rows.count(p) * kMaxSplits + r], sum);
+      store_out<Q>(p, at, sum);
+    }
     sum = make_float4(0.f, 0.f, 0.f, 0.f);
     quad += kThreads, first = 0;
   } while (quad < quads);
@@ -204,7 +235,7 @@ struct WarpResults {
 
   // Shared memory for merge_splits, once these results have been read.
   __device__ __forceinline__ float* factors() const {
-    static_assert(kWarps * kDims >= kMaxSplits, "no room for the factors");
+    static_assert(kWarps * kDims >= kMaxSplits + 1, "no room for the factors");
     return reinterpret_cast<float*>(shared);
   }
 };
@@ -228,9 +259,11 @@ __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, con
     float4 out = results.merge(r, d, max_sum);
     if (s.active == 1) {
       const RowPlace place = row_place(p, s, kv_head, rows.first + r);
-      const float inverse = inverse_sum<Q>(p, place, max_sum.x, max_sum.y);
-      out.x *= inverse, out.y *= inverse, out.z *= inverse, out.w *= inverse;
-      store_out<Q>(p, out_offset(p, batch_row, place) + d, out);
+      const int64_t at = out_offset(p, batch_row, place) + d;
+      const Shares shares = find_shares<Q>(p, batch_row, place, max_sum.x, max_sum.y, d == 0);
+      out.x *= shares.own, out.y *= shares.own, out.z *= shares.own, out.w *= shares.own;
+      if (p.other) add_other<Q>(p, at, shares.other, out);
+      store_out<Q>(p, at, out);
     } else {
       const uint32_t at = (base + r) * kMaxSplits + blockIdx.x;
       *reinterpret_cast<float4*>(partials.outputs + uint64_t(at) * uint32_t(p.head_dim) + d) = out;

@@ -13,10 +13,15 @@ __device__ __forceinline__ float soft_capped(float score, float cap) {
   return cap - 2.f * cap / (1.f + exp2f(score * (2.f * kLog2e / cap)));
 }
 
+// Where the biases of a head begin.
+__device__ __forceinline__ int bias_row(const DecodeAttentionParams& p, int batch_row, int head) {
+  return (batch_row * p.bias_heads + head) * p.distances;
+}
+
 // The slope of a head, in units of log2(e) as scores are; 0 for none. With biases the bits of where the
 // head's row begins, so that a row holds one register more, whichever of the two it needs.
-__device__ __forceinline__ float slope_of(const DecodeAttentionParams& p, int head) {
-  if (p.biases) return __int_as_float(head * p.distances);
+__device__ __forceinline__ float slope_of(const DecodeAttentionParams& p, int batch_row, int head) {
+  if (p.biases) return __int_as_float(bias_row(p, batch_row, head));
   return p.slopes ? p.slopes[head] * kLog2e : 0.f;
 }
 

@@ -166,10 +166,15 @@ __device__ __forceinline__ RowPlace row_place(const DecodeAttentionParams& p, co
   return place;
 }
 
+// Index of a row in the order of q and the output.
+__device__ __forceinline__ int output_row(const DecodeAttentionParams& p, int batch_row,
+                                          const RowPlace& place) {
+  return (batch_row * p.query_len + place.token) * p.num_heads + place.head;
+}
+
 __device__ __forceinline__ int64_t out_offset(const DecodeAttentionParams& p, int batch_row,
                                               const RowPlace& place) {
-  const int row = (batch_row * p.query_len + place.token) * p.num_heads + place.head;
-  return uint64_t(uint32_t(row)) * uint32_t(p.head_dim);
+  return uint64_t(uint32_t(output_row(p, batch_row, place))) * uint32_t(p.head_dim);
 }
 
 // Splits to launch for `units` independent pieces of work when `slots` blocks run at once and a piece can be

@@ -83,10 +83,10 @@ Tensor layer_by_layer(const DecodeLayersCall& call) {
         layer, norm, given(w[kAttentionNormWeight]), given(w[kAttentionNormBias]), norm_eps,
         programmatic_launch, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt, std::nullopt, 0.0,
         0.0);
-    const Tensor mixed =
-        Ops::decode_attention(queries, k_caches[i], v_caches[i], seq_lens, starts, scale, windows[i],
-                              kv_table, layer, workspace, programmatic_launch, std::nullopt, std::nullopt,
-                              std::nullopt, std::nullopt, 0.0, std::nullopt, std::nullopt);
+    const Tensor mixed = Ops::decode_attention(
+        queries, k_caches[i], v_caches[i], seq_lens, starts, scale, windows[i], kv_table, layer, workspace,
+        programmatic_launch, std::nullopt, std::nullopt, std::nullopt, std::nullopt, 0.0, std::nullopt,
+        std::nullopt, std::nullopt, std::nullopt, std::nullopt);
     const bool gated = w[kGateWeight].numel() > 0;
     const std::optional<Tensor> none;
     x = Ops::gemv(mixed, w[kOutWeight], given(w[kOutBias]), x, number_of(Activation::kNone), transposed,

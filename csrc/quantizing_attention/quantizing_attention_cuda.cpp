@@ -12,7 +12,8 @@ Tensor quantizing_attention_cuda(const Tensor& q, const Tensor& k, const Tensor&
                                  int64_t window, const std::optional<Tensor>& kv_table, int64_t layer,
                                  const std::optional<Tensor>& workspace, bool programmatic_launch,
                                  const std::optional<Tensor>& sinks, double softcap,
-                                 const std::optional<Tensor>& slopes, const std::optional<Tensor>& biases) {
+                                 const std::optional<Tensor>& slopes, const std::optional<Tensor>& biases,
+                                 const std::optional<Tensor>& other, const std::optional<Tensor>& other_lse) {
   constexpr const char* kOp = "quantizing_attention";
   STD_TORCH_CHECK(
       q.dim() == 4 && k_cache.dim() == 4 && sizes_of(k) == sizes_of(v) &&
@@ -34,7 +35,7 @@ Tensor quantizing_attention_cuda(const Tensor& q, const Tensor& k, const Tensor&
   const Tensor new_k = aligned(k), new_v = aligned(v);
   return attend_cuda(kOp, q, k_cache, v_cache, seq_lens, starts, scale, window, kv_table, layer, workspace,
                      programmatic_launch, sinks, k_scales, v_scales, std::nullopt, softcap, slopes, biases,
-                     [&](DecodeAttentionParams params, cudaStream_t stream) {
+                     other, other_lse, std::nullopt, [&](DecodeAttentionParams params, cudaStream_t stream) {
                        params.new_k = static_cast<const float*>(new_k.data_ptr());
                        params.new_v = static_cast<const float*>(new_v.data_ptr());
                        launch_quantizing_attention(params, stream);

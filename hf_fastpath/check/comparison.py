@@ -26,6 +26,7 @@ from ..compat import (
     over_encoder,
     text_cache,
     text_name,
+    token_shape,
 )
 from ..decode.encoded import Encoded, seen
 from ..ops.gemv import MAX_ROWS
@@ -94,7 +95,7 @@ def _cases_over(encoded: torch.Tensor, ids: torch.Tensor, limit: int) -> Iterato
     masks = [torch.ones(each.shape[:2], dtype=torch.long, device=ids.device) for each in (short, pair, long)]
     masks[1][1, -(-pair.shape[1] // 2) :] = 0
     yield _Case("short", ids, masks[0], encoded=short)
-    yield _Case("padded", ids[:1].repeat(2, 1), masks[1], encoded=pair)
+    yield _Case("padded", torch.cat([ids[:1]] * 2), masks[1], encoded=pair)
     yield _Case("long", ids, masks[2], encoded=long)
     yield _Case("sampling", ids, masks[0], True, short)
 
@@ -322,7 +323,7 @@ def _plain_generation(model: nn.Module, ids: torch.Tensor) -> Iterator[None]:
     kept = model.generation_config
     with torch.random.fork_rng(devices=[ids.device] if ids.device.type == "cuda" else []):
         # else transformers puts the token that starts a decoder in front
-        model.generation_config = GenerationConfig(pad_token_id=0, decoder_start_token_id=int(ids[0, 0]))
+        model.generation_config = GenerationConfig(pad_token_id=0, decoder_start_token_id=int(ids.flatten()[0]))
         try:
             yield
         finally:
@@ -343,7 +344,7 @@ def different_tokens(
                 with nullcontext() if fast else paused(model):
                     made.append(_generated(model, case, max_new_tokens=max_new_tokens, **cache))
             if not torch.equal(*made):
-                first = int((made[0] != made[1]).any(0).nonzero()[0]) - case.ids.shape[1]
+                first = int((made[0] != made[1]).any(0).nonzero()[0, 0]) - case.ids.shape[1]
                 return f"{case.name}: other tokens from number {first + 1} on"
     return None
 
@@ -363,6 +364,11 @@ def compare(
     Raises:
         ValueError: the inputs are too short or too many, or the model's decode loop is not patched.
     """
+    if token_shape(model):
+        raise ValueError(
+            f"verify() got a {type(model).__name__}, which generates {token_shape(model)[0]} tokens at a position, "
+            "expected a model that generates one: compare its generate() before patch() and behind it"
+        )
     rows, cases = [], _all_cases(model, ids, max_new_tokens, encoded)
     with _plain_generation(model, ids), counted(len(cases), "hf_fastpath: verify") as bar:
         for case in cases:

@@ -49,7 +49,7 @@ from .encoders import (
     ENCODED_ARGUMENTS,
     EncoderDecoderCache,
     GenerateEncoderDecoderOutput,
-    encoded_length,
+    encoded_shape,
     encoded_states,
     encoder_output,
     encoder_width,
@@ -62,7 +62,9 @@ from .encoders import (
     text_cache,
     text_embedding,
     text_name,
+    text_of_channels,
     text_output,
+    token_shape,
 )
 from .generation import (
     FORWARD_ARGUMENTS,
@@ -146,22 +148,31 @@ from .parallel import (
 )
 from .placement import brought, execution_device, input_device, placement
 from .seams import (
+    CONVERT,
     EXPAND,
     LAYER_INDEX,
     ExpertStacks,
     RecordingCache,
     ask_for_plain_functions,
     ask_for_seams,
+    attentions_of_streams,
+    buckets_of,
     expanding_modules,
     expert_stacks,
+    experts_in,
     forward_over,
     gathered_experts,
     install_seams,
+    linears_beside_experts,
     loops_over_experts,
     mask_sees,
+    modules_with_experts,
+    modules_with_padding,
     own_experts,
     takes_positions,
+    with_experts,
     with_held,
     with_stacks,
+    without_modes,
 )
 from .versions import TESTED_TRANSFORMERS, transformers_version

@@ -25,6 +25,8 @@ _PREFIX = "decoder_"
 _SHARED = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
 #: arguments of forwards that tell what the encoder has read
 ENCODED_ARGUMENTS = frozenset({"encoder_outputs", *(_PREFIX + name for name in _SHARED)})
+#: what counts the tokens of a position, in Dia
+_CHANNELS = "num_channels"
 #: names of the argument of decoders that says which of the encoder's outputs are no padding; the second is FSMT's
 _MASKS = "encoder_attention_mask", "encoder_padding_mask"
 
@@ -67,7 +69,25 @@ def text_embedding(model: Any) -> nn.Module | None:
     try:
         return decoder.get_input_embeddings()
     except (AttributeError, NotImplementedError):  # FSMT's decoder has no such method, Dia's refuses
-        return None
+        return next((each for each in decoder.modules() if isinstance(each, nn.Embedding)), None)
+
+
+def token_shape(model: Any) -> tuple[int, ...]:
+    """Return the shape of what a model generates at a position: () of one token, or the number of tokens."""
+    channels = getattr(model.get_decoder(), _CHANNELS, None) if has_encoder(model) else None
+    return (channels,) if isinstance(channels, int) else ()
+
+
+def text_of_channels(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any], channels: int) -> torch.Tensor:
+    """Return the first of ``channels`` tokens of each position, [batch, seq_len] for each output of the encoder.
+
+    Args:
+        input_ids: [texts * channels, seq_len]; an encoder's outputs may be twice as many as the texts, with and without
+            what guides them.
+        model_kwargs: of the call of ``generate()``.
+    """
+    text = input_ids.unflatten(0, (-1, channels))[:, 0]
+    return text.repeat(len(model_kwargs["encoder_outputs"][0]) // len(text), 1)
 
 
 def over_encoder(cache: Cache) -> EncoderDecoderCache:
@@ -143,21 +163,25 @@ def text_output(logits: torch.Tensor, cache: Cache) -> ModelOutput:
     return kind(logits=logits, **{CACHE: cache})
 
 
-def encoded_length(model_kwargs: Mapping[str, Any]) -> int:
-    """Return how many places the encoder's output in arguments of a forward has."""
-    return model_kwargs["encoder_outputs"][0].shape[1]
+def encoded_shape(model_kwargs: Mapping[str, Any]) -> torch.Size:
+    """Return how many outputs of the encoder arguments of a forward hold, and how many places each has."""
+    return model_kwargs["encoder_outputs"][0].shape[:2]
 
 
 def generate_over(model: Any, states: torch.Tensor, tokens: torch.Tensor, **options: Any) -> Any:
-    """Run ``GenerationMixin.generate()``, whatever a model's class does around it.
+    """Run ``GenerationMixin.generate()``, whatever a model's class does around it; of several tokens at a position the
+    class's own, which takes them apart.
 
     Args:
         states: [batch, length, encoder_width], the encoder's output.
-        tokens: [batch, seq_len], the beginning of the text.
+        tokens: [batch, seq_len], the beginning of the text; of several tokens at a position [batch, seq_len, channels].
         options: of ``generate()``.
     """
     given = {"encoder_outputs": encoder_output(states), text_name(model, "input_ids"): tokens}
-    return GenerationMixin.generate(model, **given, **options)
+    if not token_shape(model):
+        return GenerationMixin.generate(model, **given, **options)
+    mask = {text_name(model, "attention_mask"): torch.ones_like(tokens[..., 0])}
+    return model.generate(**given, **mask, **options)
 
 
 def seen_by_decoder(copy: nn.Module, arguments: Mapping[str, Any]) -> torch.Tensor | None:

@@ -234,17 +234,25 @@ def text_decoder(model: Any) -> nn.Module:
     return found.get_decoder() if hasattr(found, "encoder") else found  # Florence-2's is an encoder-decoder
 
 
+#: attribute of Dia's head, which its class does not tell of
+_HEAD = "logits_dense"
+
+
 def text_head(model: Any) -> nn.Module | None:
     """Return the head of a model or, if its class does not tell, that of the decoder inside; None if there is none."""
     head = model.get_output_embeddings()
+    head = getattr(model, _HEAD, None) if head is None else head
     if head is None and hasattr(decoder := text_decoder(model), "get_output_embeddings"):
         head = decoder.get_output_embeddings()
     return head
 
 
-#: attributes in which forwards of transformers' classes note something: about the prompt that they have read, and that
-#: modules have got the hooks which collect hidden states
-FORWARD_NOTES = frozenset({"rope_deltas", "_output_capturing_hooks_installed"})
+#: attributes in which forwards of transformers' classes note something: about the prompt that they have read, that
+#: modules have got the hooks which collect hidden states, what routers of NLLB-MoE were given in this forward, and
+#: whether Dia's ``generate()`` was asked for guidance
+FORWARD_NOTES = frozenset(
+    {"rope_deltas", "_output_capturing_hooks_installed", "input_dtype", "expert_capacity", "_uses_cfg"}
+)
 #: attribute of a model that holds the defaults of its ``generate()``
 GENERATION_DEFAULTS = "generation_config"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.moe import (
     ALL_EXPERTS_FUNCTIONS,
@@ -25,8 +27,16 @@ from .caches import CACHE, LayerKind, LinearAttentionLayer, layer_kinds, made_la
 from .encoders import encoder_output, text_cache, text_name
 from .generation import GenerationMixin, inputs_behind
 
+__all__ = ["without_modes"]
+
 #: the name by which configs of recorded copies ask for our functions
 RECORDED = "hf_fastpath_recorded"
+#: function of ProphetNet's that numbers relative positions
+_BUCKETS = "compute_relative_buckets"
+#: method of modules that converts their tensors
+CONVERT = "_apply"
+#: argument of routers that are given attention's mask
+_PADDING = "padding_mask"
 #: attribute of modules of a layer that tells which of the cache's layers is theirs
 LAYER_INDEX = "layer_idx"
 #: attributes of a config that name its implementations of attention and of experts
@@ -84,6 +94,57 @@ EXPAND = "expand_kv"
 def expanding_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of ``model`` whose cache holds a latent, of which the modules make keys and values."""
     return [module for module in model.modules() if callable(getattr(type(module), EXPAND, None))]
+
+
+def modules_with_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``model`` that keep experts as modules by their names, and choose among these."""
+    found = (each for each in model.modules() if isinstance(each, nn.ModuleDict))
+    return [each for each in found if type(each).forward is not nn.Module.forward]
+
+
+def experts_in(module: nn.Module) -> list[nn.Module]:
+    """Return the experts in one of :func:`modules_with_experts`, by their numbers."""
+    inside = list(module.children())
+    return [each for each in inside if type(each) is type(inside[0])]
+
+
+def with_experts(module: nn.Module, experts: list[nn.Module]) -> nn.Module:
+    """Put ``experts`` into a copy of one of :func:`modules_with_experts`, which then is not training."""
+    others = iter(experts)
+    inside = module._modules.items()
+    kind = type(next(iter(module._modules.values())))
+    vars(module)["_modules"] = {name: next(others) if type(each) is kind else each for name, each in inside}
+    module.training = False
+    return module
+
+
+def linears_beside_experts(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers of mixtures whose experts are modules; routers convert theirs with every forward."""
+    experts = {id(each) for each in modules_with_experts(model)}
+    around = [each for each in model.modules() if any(id(child) in experts for child in each.children())]
+    return [each for parent in around for each in parent.modules() if isinstance(each, nn.Linear)]
+
+
+def attentions_of_streams(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Return attention to the text, and to what an encoder has read, of the layers that have several streams."""
+    found = [(getattr(each, "self_attn", None), getattr(each, "cross_attn", None)) for each in model.modules()]
+    return [(text, encoded) for text, encoded in found if hasattr(text, "ngram") and encoded is not None]
+
+
+def buckets_of(module: nn.Module, distances: torch.Tensor) -> torch.Tensor:
+    """Return which of its relative positions attention to the text has for keys so far behind."""
+    function = vars(sys.modules[type(module).__module__])[_BUCKETS]
+    return function(module.num_buckets, module.relative_max_distance, -distances, False)
+
+
+def modules_with_padding(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``model`` that route tokens, and are given attention's mask besides these."""
+    return [each for each in model.modules() if _takes_padding(type(each))]
+
+
+@functools.cache
+def _takes_padding(kind: type[nn.Module]) -> bool:
+    return list(inspect.signature(kind.forward).parameters)[2:] == [_PADDING]
 
 
 class RecordingCache(Cache):

@@ -17,7 +17,7 @@ from ..compat import (
     name_of,
     rotation_function,
 )
-from ..ops.decode_attention import takes_head_dim
+from ..ops.queries import takes_head_dim
 from ..reasons import Cause
 from ..registry import PLAIN_TENSORS
 from .modules import (

@@ -159,6 +159,11 @@ def with_turned_end(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotat
     return torch.cat((plain, turned(end, cos, sin, rotation)), dim=-1)
 
 
+def log_sums(queries: torch.Tensor) -> torch.Tensor:
+    """Return memory for the ``lse`` that ``ops.decode_attention`` writes of queries."""
+    return queries.new_empty(queries.shape[:3], dtype=torch.float32)
+
+
 def latent_attention(
     q: torch.Tensor,
     weight: torch.Tensor,

@@ -34,13 +34,21 @@ def step_aside_reason(
 ) -> tuple[str | None, Behind]:
     """Return the reason code for which this call is left to transformers' loop, or None; and what our loop has to know
     of a prompt of more than tokens."""
-    reason, behind = _text_reason(state, part, input_ids, config, synced_gpus, model_kwargs), Behind()
+    text = text_of(part, input_ids, model_kwargs)
+    reason, behind = _text_reason(state, part, text, config, synced_gpus, model_kwargs), Behind()
     if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
         reason, behind = multimodal.looked_at(part, input_ids, model_kwargs)
     known = part.computed_positions if reason is None else None
     if known is not None and (config.max_length or 0) > known:
         reason = Cause("position_ids", f"max_length is {config.max_length}, the model's table has {known} positions")
     return reason or _pad_token_reason(part, config, len(input_ids)), behind
+
+
+def text_of(part: ModelPart | None, input_ids: torch.Tensor, model_kwargs: dict) -> torch.Tensor:
+    """Return a token of each position of the texts that a call goes on with, [batch, seq_len]."""
+    if part is None or not part.token_shape:
+        return input_ids
+    return compat.text_of_channels(input_ids, model_kwargs, *part.token_shape)
 
 
 def _text_reason(
@@ -206,6 +214,8 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
         has_padding = part.is_recorded and not part.has_encoder and not bool(mask.all())
         if has_padding and part.padding_reason is not None:
             return part.padding_reason
+        if not part.takes_padding and not bool(mask.all()):
+            return Cause("attention_mask", "padding, which matters to more than attention, or not to it")
     if position_ids is None:
         return Cause("position_ids", "None") if part.takes_positions and not part.has_encoder else None
     has_axes = part.is_multimodal and position_ids.dim() == 3

@@ -75,7 +75,7 @@ def seen(
         model_kwargs: of the call.
         behind: what the model's forward would be given behind the prompt.
     """
-    batch, length, mask = len(input_ids), compat.encoded_length(model_kwargs), model_kwargs.get("attention_mask")
+    (batch, length), mask = compat.encoded_shape(model_kwargs), model_kwargs.get("attention_mask")
     if mask is not None:  # it may be of what the encoder was given, of which it makes fewer places
         mask = part.mask_over_encoded(behind)
     if mask is None:

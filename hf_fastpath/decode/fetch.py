@@ -153,7 +153,7 @@ class Fetching(Program):
         self.notes = [Cause("over_the_bus", f"{host_bytes(part) / 1e9:.4g} GB a step")]
         pages: list[page_lock.Pages] = []
         try:
-            # All of them: CUDA copies nothing that begins on a locked page and ends on another, as a norm beside a matrix.
+            # All of them: CUDA copies nothing that begins on a locked page and ends on another, as a norm may.
             pages = page_lock.lock(tensors, self._device)
         except RuntimeError as error:
             self.notes.append(Cause("not_page_locked", str(error)))

@@ -36,6 +36,7 @@ from .multimodal import Behind
 from .patched import Patched
 from .plan import MAX_EOS_TOKENS, DecodePlan
 from .ranks import Ranks
+from .stand_in import StandIn
 from .structure import ModelPart
 
 #: number of tokens that the host may be ahead of the device: enough to hide the host's work, few enough to waste little
@@ -59,12 +60,15 @@ def sample(
 ) -> Any:
     """Do what ``GenerationMixin._sample`` does, with its arguments, while a patched model is alive."""
     state.stats.new_call()
+    given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
     part = state.plans.part_of(model)
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if part is not None and part.ranks is not None:
         reason = part.ranks.agreed(reason, input_ids.device) or part.reason_of_ranks(state.plans, len(input_ids))
     if reason is None:
         with state.plans.place() as is_free:
+            if is_free and part.token_shape:
+                return StandIn(state, part, behind, given, model_kwargs).run(original)
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
                 whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
@@ -74,10 +78,7 @@ def sample(
         reason = "busy"
     state.fall_back(reason)
     before, started = input_ids.shape[1], time.perf_counter()
-    result = original(
-        *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
-        **for_stock(model_kwargs),
-    )
+    result = original(model, *given, **for_stock(model_kwargs))
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     state.stats.generated(sequences.numel() - before * sequences.shape[0], started, stock=True)
     return result

@@ -56,7 +56,8 @@ def looked_at(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict) -> t
         return Cause("unsupported_input", f"what a token behind the prompt is given is not known, {what}"), Behind()
     positions = given.get(compat.text_name(part.module, "position_ids"))
     axes = None if positions is None else compat.rotary_positions(part.module, positions)
-    reason = _reason_against(part, given, axes, seen, len(input_ids))
+    batch = len(seen.starts) if seen is not None else len(input_ids)
+    reason = _reason_against(part, given, axes, seen, batch)
     return reason, Behind(None if axes is None else axes[0, :, -1].long(), seen)
 
 

@@ -83,6 +83,9 @@ class DecodePlan:
         with torch.inference_mode(False):  # these buffers outlive the mode that generate() was called in
             self.tokens = torch.zeros(batch, self.query_len, dtype=torch.long, device=self.device)
             self.positions = torch.zeros(batch, self.query_len, dtype=torch.long, device=self.device)
+            #: what a step reads: the tokens that the step before has chosen, or all tokens of a position
+            shape = *self.tokens.shape, *part.token_shape
+            self.inputs = self.tokens.new_zeros(shape) if part.token_shape else self.tokens
             self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
             self.starts = torch.zeros(batch, dtype=torch.int32, device=self.device)
             self.unfinished = torch.ones(batch, dtype=torch.long, device=self.device)
@@ -120,6 +123,8 @@ class DecodePlan:
         logits, step = self._record_forward(part)
         self.program.move_to(self.device)
         last = preferred = emit(_aten.select.int, logits, 1, 0)
+        if part.token_shape:  # the host chooses, and the call below counts positions
+            preferred = emit(_aten.narrow.default, last, 0, 0, self.batch)
         if self.sampled:
             race = dict(noise=self.noise, settings=self.settings, programmatic_launch=step.programmatic_launch)
             preferred = emit(ops.exponential_race.overload, logits=last, **race)
@@ -170,9 +175,9 @@ class DecodePlan:
             at[device] = Positions(angles, lens, starts, *fixed, self._encoded)
         if part.is_recorded:
             biases = [memory for _, memory in self._biases]
-            given = self.tokens, self.positions, self._caches, self.states, biases, at[self.device]
+            given = self.inputs, self.positions, self._caches, self.states, biases, at[self.device]
             logits = part.record(emit, *given)
-            return logits, self._made_for(programmatic_launch)
+            return logits, self._made_for(programmatic_launch, part.rows)
         for index, (layer, device) in enumerate(zip(part.layers, part.layer_devices)):
             self.program.move_to(device)
             hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at[device], index)
@@ -180,11 +185,11 @@ class DecodePlan:
         logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, programmatic_launch))
         return logits, self._made_for(programmatic_launch)
 
-    def _made_for(self, programmatic_launch: bool) -> Step:
+    def _made_for(self, programmatic_launch: bool, of_sequence: int = 1) -> Step:
         """Return the circumstances of the plan's calls, which decide what passes make of the calls."""
         # A graph of several sequences has one call for each op: that is what was measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
-        rows = self.batch * self.query_len
+        rows = self.batch * self.query_len * of_sequence
         many = rows > MAX_ROWS
         return Step(
             rows, one_call=few and self.query_len == 1, many=many, beside=many, programmatic_launch=programmatic_launch
@@ -311,10 +316,12 @@ class DecodePlan:
         """Read one token of each sequence.
 
         Args:
-            tokens: int64 [batch], or None for the tokens that the step before has chosen.
+            tokens: int64 [batch], or None for the tokens that the step before has chosen; of several tokens at a
+                position [batch, channels].
 
         Returns:
-            [batch, vocab_size] logits of the next token, valid until the next step.
+            [batch, vocab_size] logits of the next token, valid until the next step; of several [batch * channels,
+            vocab_size].
 
         Raises:
             IndexError: the model has not learned a position; on the CPU also: it does not know a token.
@@ -323,7 +330,7 @@ class DecodePlan:
             self.bind()
         self._cover(1)
         if tokens is not None:
-            self.tokens.copy_(tokens[:, None])
+            self.inputs.copy_(tokens[:, None])
         self._run()
         self.cache.advance(1)
         self._held += 1

@@ -64,6 +64,12 @@ class ModelPart(Part):
     is_recorded: ClassVar[bool] = False
     #: its forward takes position ids
     takes_positions: ClassVar[bool] = True
+    #: of what is generated at a position: one token, or so many (codebooks of sound)
+    token_shape: ClassVar[tuple[int, ...]] = ()
+    #: products of a step are given so many rows of a sequence
+    rows: ClassVar[int] = 1
+    #: a step takes sequences with padding in front
+    takes_padding: ClassVar[bool] = True
     #: it reads images or sound as well
     is_multimodal: ClassVar[bool] = False
     #: its decoder attends to what an encoder has read

@@ -7,6 +7,7 @@ import torch
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
 from . import decode_attention
 from .kv_cache import cache_reasons, length_reasons, slot_positions
+from .queries import query_reasons
 
 #: a larger batch would not fit into a grid of the CUDA kernels
 MAX_BATCH = 65535
@@ -86,7 +87,7 @@ def why_not(q, k_cache, v_cache, seq_lens, starts, window, softcap, sinks) -> li
     reasons = tensor_reasons(q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     reasons += shape_reason("sinks", sinks, (num_heads,))
     reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, None, 0)
-    reasons += decode_attention.query_reasons(q, k_cache, starts, window)
+    reasons += query_reasons(q, k_cache, starts, window)
     if k_cache.dim() == 4 and k_cache.shape[2] < query_len:
         reasons.append(f"the cache has {k_cache.shape[2]} slots, expected at least the {query_len} new tokens")
     if not reasons:

@@ -19,9 +19,8 @@ from .kv_cache import (
     refuse_kv_table,
     slot_positions,
 )
+from .queries import other_reasons, query_reasons, score_reasons
 
-#: largest size of a head; sizes are even. Kernels exist for 32 to 256 in steps of 8; portable kernels take other sizes
-MAX_HEAD_DIM = 512
 MAX_QUERY_LEN = 16
 
 
@@ -44,6 +43,9 @@ def reference(
     softcap: float = 0.0,
     slopes: torch.Tensor | None = None,
     biases: torch.Tensor | None = None,
+    other: torch.Tensor | None = None,
+    other_lse: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``softmax(scale * q @ K.T) @ V`` over the visible positions of each row.
 
@@ -80,7 +82,14 @@ def reference(
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
         slopes: float32 [num_heads], added to a score times ``j - p`` (ALiBi); or None. They do not go with sinks.
         biases: float32 [num_heads, distances], of which ``biases[:, min(p - j, distances - 1)]`` is added to a score
-            (T5's relative positions); or None. They go with a query_len of 1, and not with slopes or sinks.
+            (T5's relative positions); [batch, num_heads, distances] if rows have biases of their own; or None. They go
+            with a query_len of 1, and not with slopes or sinks.
+        other: [batch, query_len, num_heads*head_dim] in q's dtype, attention of the same queries over other keys, with
+            which these keys then share one softmax; or None.
+        other_lse: float32 [batch, query_len, num_heads], the log of the sum of exp(score) over the other keys, minus
+            infinity for none; goes with ``other``.
+        lse: float32 [batch, query_len, num_heads], contiguous, which gets the log of the sum of exp(score) over all
+            keys of the output, sinks among them; or None.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype; softmax and accumulators are float32.
@@ -91,7 +100,8 @@ def reference(
 
     Source: transformers ``integrations/sdpa_attention.py@5.17``, with sinks ``eager_attention_forward`` of
     ``models/gpt_oss/modeling_gpt_oss.py@5.23``, with a cap that of ``models/gemma2/modeling_gemma2.py@5.17``; ALiBi,
-    arXiv:2108.12409; biases, arXiv:1910.10683, section 2.1; flash decoding (split KV), arXiv:2205.14135.
+    arXiv:2108.12409; biases, arXiv:1910.10683, section 2.1; flash decoding (split KV) and its log of sums,
+    arXiv:2205.14135.
     """
     refuse_kv_table(kv_table)
     batch, query_len, num_heads, head_dim = q.shape
@@ -101,15 +111,35 @@ def reference(
     if k_scales is not None and v_scales is not None:
         k_cache, v_cache = dequantized(k_cache, k_scales, q.dtype), dequantized(v_cache, v_scales, q.dtype)
     k, v = (torch.where(used, cache, 0).to(q.dtype) for cache in (k_cache, v_cache))
-    if softcap or slopes is not None or sinks is not None or biases is not None:
+    of_scores = slopes, sinks, biases, other, lse
+    if softcap or any(each is not None for each in of_scores):
         apart = slot_positions(seq_lens, k.shape[2])[:, None] - positions(seq_lens, query_len)[:, :, None]
-        out = _eager(q.transpose(1, 2), k, v, visible[:, None], scale, sinks, softcap, slopes, biases, apart[:, None])
+        changes = sinks, softcap, slopes, biases
+        out, own_lse = _eager(q.transpose(1, 2), k, v, visible[:, None], scale, *changes, apart[:, None])
     else:
         out = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=k.shape[1] != num_heads
         )
-    out = torch.where(visible.any(2)[:, None, :, None], out, 0)
-    return out.transpose(1, 2).reshape(batch, query_len, num_heads * head_dim)
+    sees_any = visible.any(2)[:, None, :, None]
+    out = torch.where(sees_any, out, 0).transpose(1, 2).reshape(batch, query_len, num_heads * head_dim)
+    if other is None and lse is None:
+        return out
+    own_lse = torch.where(sees_any, own_lse, -torch.inf)[..., 0].transpose(1, 2)  # [batch, query_len, num_heads]
+    if other is not None and other_lse is not None:
+        out, own_lse = _joined(out, own_lse, other, other_lse.to(own_lse.dtype))
+    if lse is not None:
+        lse.copy_(own_lse)
+    return out
+
+
+def _joined(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention over two sets of keys, and its lse, of the attention over each."""
+    both = torch.logaddexp(lse, other_lse)
+    shares = [torch.where(both > -torch.inf, (each - both).exp(), 0)[..., None] for each in (lse, other_lse)]
+    heads = (each.unflatten(-1, (lse.shape[-1], -1)) for each in (out, other))
+    return sum(share * each for share, each in zip(shares, heads)).flatten(2).to(out.dtype), both
 
 
 def _eager(
@@ -123,8 +153,11 @@ def _eager(
     slopes: torch.Tensor | None,
     biases: torch.Tensor | None,
     apart: torch.Tensor,
-) -> torch.Tensor:
-    """Return [batch, num_heads, query_len, head_dim]; ``apart``: positions of keys minus those of queries."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [batch, num_heads, query_len, head_dim], and its lse [batch, num_heads, query_len, 1].
+
+    ``apart``: positions of keys minus those of queries.
+    """
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
     scores = q @ k.transpose(2, 3) * scale
     if softcap:
@@ -132,14 +165,17 @@ def _eager(
     if slopes is not None:
         scores = scores + (slopes.to(q.dtype)[:, None, None] * apart).to(q.dtype)
     if biases is not None:
-        behind = (-apart[:, 0]).clamp(0, biases.shape[1] - 1)  # [batch, query_len, capacity]
-        scores = scores + biases.to(q.dtype)[:, behind].transpose(0, 1)
+        behind = (-apart[:, 0]).clamp(0, biases.shape[-1] - 1)  # [batch, query_len, capacity]
+        of_rows = biases.to(q.dtype).expand(len(q), -1, -1)
+        places = behind[:, None].expand(-1, q.shape[1], -1, -1).flatten(2)
+        scores = scores + of_rows.gather(2, places).view(scores.shape)
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is None:
-        return scores.softmax(-1) @ v
+        return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
     scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    lse = scores.logsumexp(-1, keepdim=True)
     scores = scores - scores.amax(-1, keepdim=True)
-    return scores.softmax(-1)[..., :-1] @ v
+    return scores.softmax(-1)[..., :-1] @ v, lse
 
 
 def visible_slots(
@@ -154,11 +190,6 @@ def visible_slots(
     if starts is not None:
         visible &= held >= starts.long()[:, None, None]
     return visible
-
-
-def takes_head_dim(head_dim: int) -> bool:
-    """Whether attention takes heads of this size."""
-    return 0 < head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0
 
 
 def fake(q):
@@ -178,55 +209,6 @@ def workspace_bytes(batch: int, query_len: int, num_heads: int, head_dim: int) -
 MAX_SPLITS = 64
 
 
-def score_reasons(
-    q: torch.Tensor,
-    sinks: torch.Tensor | None,
-    softcap: float,
-    slopes: torch.Tensor | None,
-    biases: torch.Tensor | None,
-) -> list[str]:
-    """Return reasons why scores of queries, [batch, query_len, heads, head_dim], cannot be changed so."""
-    reasons = []
-    if softcap < 0:
-        reasons.append(f"softcap is {softcap}, expected 0 (none) or a positive number")
-    if slopes is not None and sinks is not None:
-        reasons.append("slopes and sinks do not go together: pass one of them")
-    if slopes is not None and (slopes.dtype != torch.float32 or tuple(slopes.shape) != (q.shape[2],)):
-        reasons.append(f"slopes are {slopes.dtype} {tuple(slopes.shape)}, expected torch.float32 ({q.shape[2]},)")
-    if slopes is not None and slopes.device != q.device:
-        reasons.append(f"slopes are on {slopes.device}, expected {q.device}: move them")
-    if biases is None:
-        return reasons
-    if sinks is not None or slopes is not None or q.shape[1] > 1:
-        reasons.append("biases go with one new token, and not with slopes or sinks: pass them alone")
-    if biases.dtype != torch.float32 or biases.dim() != 2 or biases.shape[0] != q.shape[2] or not biases.shape[1]:
-        expected = f"torch.float32 ({q.shape[2]}, 1 or more)"
-        reasons.append(f"biases are {biases.dtype} {tuple(biases.shape)}, expected {expected}")
-    if biases.device != q.device:
-        reasons.append(f"biases are on {biases.device}, expected {q.device}: move them")
-    return reasons
-
-
-def query_reasons(q: torch.Tensor, k_cache: torch.Tensor, starts: torch.Tensor | None, window: int) -> list[str]:
-    """Return reasons why queries, [batch, query_len, heads, head_dim], do not fit a cache, padding and a window."""
-    batch, _, num_heads, head_dim = q.shape
-    reasons = []
-    if k_cache.dim() == 4 and (k_cache.shape[3] != head_dim or k_cache.shape[1] == 0 or num_heads % k_cache.shape[1]):
-        reasons.append(
-            f"q has {num_heads} heads of {head_dim}, the cache {k_cache.shape[1]} of {k_cache.shape[3]}: "
-            "expected the same head_dim and a multiple of the cache's heads"
-        )
-    if not takes_head_dim(head_dim):
-        reasons.append(f"head_dim is {head_dim}, expected an even number up to {MAX_HEAD_DIM}")
-    if window < 0:
-        reasons.append(f"window is {window}, expected 0 (none) or a positive number of positions")
-    if starts is not None and (starts.dtype != torch.int32 or tuple(starts.shape) != (batch,)):
-        reasons.append(f"starts is {starts.dtype} {tuple(starts.shape)}, expected torch.int32 ({batch},)")
-    if starts is not None and starts.device != q.device:
-        reasons.append(f"starts is on {starts.device}, expected {q.device}: move it")
-    return reasons
-
-
 def why_not(
     q,
     k_cache,
@@ -244,12 +226,15 @@ def why_not(
     softcap=0.0,
     slopes=None,
     biases=None,
+    other=None,
+    other_lse=None,
+    lse=None,
 ) -> list[str]:
     if q.dim() != 4 or not 1 <= q.shape[1] <= MAX_QUERY_LEN:
         return [f"q has shape {tuple(q.shape)}, expected [batch, 1 to {MAX_QUERY_LEN}, heads, head_dim]"]
     batch, query_len, num_heads, head_dim = q.shape
     reasons = tensor_reasons(q, sinks=sinks) + shape_reason("sinks", sinks, (num_heads,))
-    reasons += score_reasons(q, sinks, softcap, slopes, biases)
+    reasons += score_reasons(q, sinks, softcap, slopes, biases) + other_reasons(q, other, other_lse, lse)
     of_cache = k_scales, v_scales, block_table
     reasons += cache_reasons(k_cache, v_cache, seq_lens, batch, q.device, kv_table, layer, *of_cache)
     reasons += query_reasons(q, k_cache, starts, window)
@@ -264,13 +249,16 @@ def why_not(
     return reasons
 
 
-def moved(q, k_cache, seq_lens, starts, window, sinks=None, block_table=None, slopes=None, biases=None) -> int:
+def moved(
+    q, k_cache, seq_lens, starts, window, sinks=None, block_table=None, slopes=None, biases=None, other=None,
+    other_lse=None, lse=None,
+) -> int:  # fmt: skip
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)
     row = 2 * k_cache.shape[1] * position_bytes(k_cache)
     read = int(length.clamp(max=capacity_of(k_cache, block_table)).sum()) * row
-    return read + 2 * nbytes(q) + nbytes(sinks, slopes, biases)
+    return read + 2 * nbytes(q) + nbytes(sinks, slopes, biases, other, other_lse, lse)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -291,6 +279,9 @@ def samples(device: torch.device, dtype: torch.dtype):
         softcap=0.0,
         slopes=False,
         distances=None,
+        of_rows=False,
+        others=None,
+        lse=False,
     ):
         q = torch.randn(batch, query_len, heads, head_dim, device=device, dtype=dtype)
         shape = (batch, kv_heads, capacity, head_dim)
@@ -316,8 +307,15 @@ def samples(device: torch.device, dtype: torch.dtype):
             block_table=table,
             softcap=softcap,
             slopes=2.0 ** -torch.arange(1, 1 + heads, device=device, dtype=torch.float32) if slopes else None,
-            biases=None if distances is None else torch.randn(heads, distances, device=device),
+            biases=None if distances is None else torch.randn(*[batch] * of_rows, heads, distances, device=device),
         )
+        rows = batch, query_len, heads
+        if others is not None:  # how much more the other keys weigh, as a logarithm
+            options["other"] = torch.randn(*rows[:2], heads * head_dim, device=device, dtype=dtype)
+            options["other_lse"] = torch.tensor(seq_lens, device=device).log()[:, None, None] + others
+            options["other_lse"] = options["other_lse"] + torch.randn(rows, device=device)
+        if lse:
+            options["lse"] = torch.full(rows, float("nan"), device=device)
         return Sample(q, *caches, lens, first, head_dim**-0.5, window, **options)
 
     yield call(1, 1, 4, 4, 32, 16, [1])
@@ -352,6 +350,15 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(2, 1, 4, 2, 64, 320, [300, 7], softcap=3.0, distances=400, page_size=32)
     yield call(1, 1, 3, 3, 300, 70, [65], distances=1)
     yield call(1, 1, 8, 2, 128, 1100, [1030], distances=128, kv=torch.int8)
+    yield call(3, 1, 12, 4, 64, 300, [257, 3, 90], distances=129, of_rows=True, others=0.0)
+    yield call(2, 1, 3, 3, 300, 70, [65, 9], distances=7, of_rows=True)
+    yield call(1, 1, 8, 2, 64, 300, [257], others=0.0, lse=True, programmatic_launch=True)
+    yield call(2, 3, 4, 2, 80, 90, [5, 90], starts=[0, 90], others=1.0, lse=True)  # tokens that see nothing here
+    yield call(1, 1, 8, 1, 128, 1100, [1030], lse=True, softcap=3.0)  # several splits
+    yield call(2, 1, 8, 4, 256, 2100, [2050, 70], others=-1.0, sinks=True, lse=True)
+    yield call(1, 1, 3, 3, 300, 70, [65], others=0.5, lse=True, sinks=True)
+    yield call(2, 1, 4, 2, 64, 320, [300, 7], window=70, others=0.0, page_size=32)
+    yield call(1, 2, 8, 2, 64, 300, [257], others=0.0, lse=True, kv=torch.int8)
 
 
 SPEC = register(
@@ -361,7 +368,8 @@ SPEC = register(
             "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor? starts, float scale, int window=0, "
             "Tensor? kv_table=None, int layer=0, Tensor(a!)? workspace=None, bool programmatic_launch=False, "
             "Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None, Tensor? block_table=None, "
-            "float softcap=0.0, Tensor? slopes=None, Tensor? biases=None) -> Tensor"
+            "float softcap=0.0, Tensor? slopes=None, Tensor? biases=None, Tensor? other=None, Tensor? other_lse=None, "
+            "Tensor(b!)? lse=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

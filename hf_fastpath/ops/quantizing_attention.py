@@ -31,6 +31,8 @@ def reference(
     softcap: float = 0.0,
     slopes: torch.Tensor | None = None,
     biases: torch.Tensor | None = None,
+    other: torch.Tensor | None = None,
+    other_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append ``k`` and ``v`` to the cache, quantized as ``kv_cache.quantized`` does; compute ``decode_attention``.
 
@@ -43,7 +45,7 @@ def reference(
         k_cache, v_cache, k_scales, v_scales: int8 or float8_e4m3fn and bfloat16, as in ``decode_attention``, but the
             newest query_len positions are written, not read. Positions before ``starts`` stay as they are.
         seq_lens, starts, scale, window, kv_table, layer, workspace, programmatic_launch, sinks, softcap, slopes,
-            biases: as in ``decode_attention``.
+            biases, other, other_lse: as in ``decode_attention``.
 
     Returns:
         [batch, query_len, num_heads*head_dim] in q's dtype.
@@ -64,7 +66,7 @@ def reference(
         stored[rows, :, slots] = torch.where(kept[:, :, None, None], stored[rows, :, slots], quants.view(torch.int8))
         scales[rows, :, slots] = torch.where(kept[:, :, None], scales[rows, :, slots], of_heads.to(scales.dtype))
     place = None, 0, workspace, programmatic_launch, sinks
-    changes = softcap, slopes, biases
+    changes = softcap, slopes, biases, other, other_lse
     return attention(q, k_cache, v_cache, seq_lens, starts, scale, window, *place, k_scales, v_scales, None, *changes)
 
 
@@ -74,10 +76,10 @@ def fake(q):
 
 def why_not(
     q, k, v, k_cache, v_cache, k_scales, v_scales, seq_lens, starts, window, kv_table, layer, workspace, sinks, softcap,
-    slopes, biases,
+    slopes, biases, other, other_lse,
 ) -> list[str]:  # fmt: skip
     cache = k_cache, v_cache, seq_lens, starts, window, kv_table, layer, workspace, sinks
-    reasons = attention_reasons(q, *cache, k_scales, v_scales, None, softcap, slopes, biases)
+    reasons = attention_reasons(q, *cache, k_scales, v_scales, None, softcap, slopes, biases, other, other_lse)
     if not is_quantized(k_cache.dtype):
         reasons.append(f"k_cache has dtype {k_cache.dtype}, expected {' or '.join(map(str, LARGEST_QUANT))}")
     if reasons:
@@ -91,8 +93,9 @@ def why_not(
     return reasons
 
 
-def moved(q, k, v, k_cache, seq_lens, starts, window, sinks, slopes, biases) -> int:
-    return attention_bytes(q, k_cache, seq_lens, starts, window, sinks, None, slopes, biases) + nbytes(k, v)
+def moved(q, k, v, k_cache, seq_lens, starts, window, sinks, slopes, biases, other, other_lse) -> int:
+    of_rows = sinks, None, slopes, biases, other, other_lse
+    return attention_bytes(q, k_cache, seq_lens, starts, window, *of_rows) + nbytes(k, v)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -124,6 +127,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(2, 3, 4, 2, 64, 90, [5, 90], starts=[2, 0], slopes=slopes, softcap=3.0)
     biases = torch.randn(4, 50, device=device)
     yield call(2, 1, 4, 2, 64, 90, [5, 90], starts=[2, 0], biases=biases)
+    rows = dict(other=torch.randn(2, 1, 256, device=device, dtype=dtype), other_lse=torch.randn(2, 1, 4, device=device))
+    yield call(2, 1, 4, 2, 64, 90, [5, 90], starts=[2, 0], **rows)
     yield call(1, 2, 4, 1, 16 * 3, 70, [65], sinks=torch.linspace(-2, 2, 4, device=device).to(dtype))
 
 
@@ -134,7 +139,8 @@ SPEC = register(
             "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scales, "
             "Tensor(d!) v_scales, Tensor seq_lens, Tensor? starts, float scale, int window=0, Tensor? kv_table=None, "
             "int layer=0, Tensor(e!)? workspace=None, bool programmatic_launch=False, Tensor? sinks=None, "
-            "float softcap=0.0, Tensor? slopes=None, Tensor? biases=None) -> Tensor"
+            "float softcap=0.0, Tensor? slopes=None, Tensor? biases=None, Tensor? other=None, "
+            "Tensor? other_lse=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

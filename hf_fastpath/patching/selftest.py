@@ -66,6 +66,8 @@ _ENCODER_DECODER = {
     **dict.fromkeys(("encoder_attention_heads", "num_encoder_attention_heads", "encoder_num_attention_heads"), 2),
     **dict.fromkeys(("decoder_attention_heads", "num_decoder_attention_heads", "decoder_num_attention_heads"), 2),
     **dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads"), 2),
+    **dict.fromkeys(("cross_num_attention_heads", "cross_num_key_value_heads"), 2),
+    **{"cross_head_dim": 32, "cross_hidden_size": 64},
     **dict.fromkeys(("encoder_layers", "num_encoder_layers", "encoder_num_hidden_layers"), 2),
     **dict.fromkeys(("decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_layers"), 2),
     "decoder_start_token_id": 0,
@@ -150,6 +152,8 @@ def _twin(model: nn.Module, recorded: Recorded | None) -> nn.Module:
     if compat.has_encoder(model):
         for name, inside in compat.configs_inside(config).items():
             setattr(config, name, twin_config(inside))
+        if compat.token_shape(model):  # a processor of logits asks for an end
+            compat.set_entry(config.get_text_config(decoder=True), "eos_token_id", _TWIN["vocab_size"] - 1)
     return type(model)(config)
 
 
@@ -234,7 +238,8 @@ def run(model: nn.Module, recorded: Recorded | None = None) -> str | None:
         torch.manual_seed(0)
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
-        prompt = torch.randint(3, _TWIN["vocab_size"], (1, _PROMPT_TOKENS)).to(device)
+        shape = 1, _PROMPT_TOKENS, *compat.token_shape(model)
+        prompt = torch.randint(3, _TWIN["vocab_size"], shape).to(device)
         try:
             twin = _twin(model, recorded).eval().to(device)
             torch.set_default_dtype(default)

@@ -136,9 +136,8 @@ class Lowering:
         self._pending[layer] = k, v
         return None
 
-    def _attend(
-        self, call: Call, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None
-    ) -> Any:
+    def _attend(self, call: Call, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None,
+                encoded=None, row_biases=None, **others) -> Any:  # fmt: skip
         fact = self._recording.fact(call.arguments["q"])
         batch, heads, query_len, head_dim = fact.shape
         queries: Any
@@ -148,13 +147,18 @@ class Lowering:
             queries = self._emit(ops.rope_append.overload, **given, **self.store(layer))
         else:
             queries = self._emit(_aten.transpose.int, q, 1, 2)
-        return self.attention(queries, layer, scale, window, softcap, sinks, slopes, bias)
+        bias = bias if row_biases is None else row_biases
+        return self.attention(queries, layer, scale, window, softcap, sinks, slopes, bias, encoded, **others)
 
     def _attend_encoded(self, call: Call, q, k, v, layer, scale, softcap=0.0) -> Any:
+        return self._over_encoded(q, layer, scale, softcap)
+
+    def _over_encoded(self, queries: Any, layer: int, scale: float, softcap: float, **others: Any) -> Any:
         at, places = self._at, self._at.encoded
         return self._emit(
-            ops.decode_attention.overload, q=q, cache=places.caches[layer], seq_lens=places.ends, starts=places.starts,
-            scale=scale, softcap=softcap, workspace=at.workspace, programmatic_launch=at.programmatic_launch,
+            ops.decode_attention.overload, q=queries, cache=places.caches[layer], seq_lens=places.ends,
+            starts=places.starts, scale=scale, softcap=softcap, workspace=at.workspace,
+            programmatic_launch=at.programmatic_launch, **others,
         )  # fmt: skip
 
     def _latent_attend(
@@ -212,15 +216,16 @@ class Lowering:
         """Return where keys and values of a layer wait to be quantized."""
         return self._at.staging.of(self._attentions[layer])
 
-    def attention(
-        self, queries: Any, layer: int, scale: float, window: int, softcap: float, sinks: Any, slopes: Any, bias: Any
-    ) -> Any:
+    def attention(self, queries, layer, scale, window, softcap, sinks, slopes, bias, encoded, **others) -> Any:
         at = self._at
         how = dict(
             cache=at.placed(self._caches[layer], layer), seq_lens=at.seq_lens, starts=self._starts(window), scale=scale,
             window=int(window), workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
-            softcap=softcap, slopes=slopes, biases=bias,
+            softcap=softcap, slopes=slopes, biases=bias, **others,
         )  # fmt: skip
+        if encoded is not None:
+            lse = self._emit(composed.log_sums, queries=queries)
+            how |= dict(other=self._over_encoded(queries, encoded, scale, softcap, lse=lse), other_lse=lse)
         if at.staging is None:
             return self._emit(ops.decode_attention.overload, q=queries, **how)
         new = self._staged(layer)

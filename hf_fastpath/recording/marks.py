@@ -110,12 +110,15 @@ def append(k, v, layer):
     raise NotImplementedError("keys and values are appended by an op over a cache alone")
 
 
-def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None):
+def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None, encoded=None,
+           row_biases=None, other=None, other_lse=None):  # fmt: skip
     """Return attention [batch, query_len, num_heads, head_dim] of q [batch, num_heads, query_len, head_dim] over
     ``states``, which :func:`append` gave.
 
     ``slopes`` [num_heads] are added to a score once for each position that a key is further on (ALiBi). ``bias``
-    [num_heads, distances] is added to scores by how far a key is behind, see ``passes.position_bias``.
+    [num_heads, distances] is added to scores by how far a key is behind, see ``passes.position_bias``. What an encoder
+    has read, as the decoder's layer ``encoded`` keeps it, shares the softmax; it is None if nothing does.
+    ``row_biases``, ``other`` and ``other_lse`` are those of ``ops.decode_attention``, biases of each sequence.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
 
@@ -202,7 +205,7 @@ def angles(tables, formula, dtype, pairs):
     raise NotImplementedError("angles are emitted as one call")
 
 
-def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, bias,
+def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, bias, encoded,
                       num_heads, num_kv_heads, head_dim, head_norms=None, factor=None):  # fmt: skip
     """Normalize and rotate queries and keys, then :func:`append` and :func:`attend`.
 
@@ -215,7 +218,7 @@ def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, s
 
 
 def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, scale, window, softcap, sinks,
-                        slopes, bias, num_heads, num_kv_heads, head_dim, head_norms=None, factor=None,
+                        slopes, bias, encoded, num_heads, num_kv_heads, head_dim, head_norms=None, factor=None,
                         norm=None):  # fmt: skip
     """Project ``x``, and return :func:`rotated_attention` of the projections."""
     raise NotImplementedError("attention is run by an op over a cache alone")

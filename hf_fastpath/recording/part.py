@@ -17,12 +17,10 @@ from ..decode.positions import Positions
 from ..decode.program import Program
 from ..decode.ranks import Ranks
 from ..decode.structure import MAX_BATCH
-from ..native import loader
-from ..ops.decode_attention import takes_head_dim
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache
+from ..ops.queries import takes_head_dim
 from ..reasons import Cause
-from ..registry import PLAIN_TENSORS
 from . import marks
 from .arguments import described, hides_other_places, why_it_matters
 from .layers import RecordedAttention, RecordedLayer, attention_of
@@ -33,6 +31,7 @@ from .proof import reason_against
 from .recording import BiasTable, Recording, Unrecordable
 from .skeleton import Skeleton
 from .step import record
+from .tensors import tensors_reason
 
 #: what a report shows in place of an architecture's name
 RECORDED = "recorded"
@@ -73,6 +72,7 @@ class RecordedPart:
         module: the model.
         is_multimodal: whether the model reads images or sound as well.
         has_encoder: whether the model's decoder attends to what an encoder has read.
+        token_shape: () or, of several tokens at a position of the text, their number.
         verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until these ran.
     """
 
@@ -88,6 +88,7 @@ class RecordedPart:
         self.architecture, self.module = architecture, module
         self.is_multimodal = compat.is_multimodal(module)
         self.has_encoder = compat.has_encoder(module)
+        self.token_shape = compat.token_shape(module)
         self._recordings: dict[tuple[int, int], Recording] = {}
         self.verdict: tuple[Cause | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
@@ -154,7 +155,7 @@ class RecordedPart:
         at: Positions,
     ) -> Any:
         """Emit the step; return what stands for the logits [batch, query_len, vocab_size]."""
-        recording = self.recording(*tokens.shape)
+        recording = self.recording(*positions.shape)
         given = {each.register.index: table for each, table in zip(recording.biases, biases, strict=True)}
         given |= {recording.tokens.index: tokens, recording.positions.index: positions}
         for registers, tensors in zip(recording.states, states):
@@ -192,6 +193,13 @@ class RecordedPart:
     def max_batch(self) -> int:
         """Return how many sequences a decode plan takes."""
         return MAX_ROWS if self.has_experts else MAX_BATCH
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Return how many rows of a sequence products of a step are given at most, [batch, rows, features]."""
+        recording = self.recording(1, 1)
+        given = [recording.fact(each.arguments["x"]) for each in recording.calls if each.op is marks.linear]
+        return max((each.shape[1] for each in given if each.dim() == 3 and len(each) == 1), default=1)
 
     @property
     def source(self) -> nn.Module:
@@ -231,6 +239,11 @@ class RecordedPart:
     def takes_positions(self) -> bool:
         """Whether the model's forward takes position ids."""
         return compat.takes_positions(self.module)
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether a step takes sequences with padding in front."""
+        return not self.recording(1, 1).is_unpadded
 
     @functools.cached_property
     def _position_tables(self) -> list[PositionTable]:
@@ -329,7 +342,7 @@ class RecordedPart:
 
     def reason(self) -> str | None:
         """Return why a decode plan of the model would not be right now, or None."""
-        reason = self.other_reason() or self.outer_reason() or self._modules_reason() or self._tensors_reason()
+        reason = self.other_reason() or self.outer_reason() or self._modules_reason() or tensors_reason(self.module)
         return reason or self._recording_reason
 
     def projections(self) -> list[list[nn.Module]]:
@@ -343,21 +356,6 @@ class RecordedPart:
         inner = (module for module in self.module.modules() if module is not self.module)
         found = (own_code_reason(module, type(module).__module__) for module in inner)
         return next((reason for reason in found if reason is not None), None)
-
-    def _tensors_reason(self) -> str | None:
-        parameters = list(self.module.parameters())
-        if any(map(compat.is_sharded, parameters)):
-            return Cause("sharded", module=self.module)
-        odd = next((each for each in parameters if type(each) not in PLAIN_TENSORS), None)
-        if odd is not None:
-            return Cause("unsupported_projection", f"a weight is {type(odd).__name__}", self.module)
-        devices = {each.device for each in parameters}
-        if len(devices) > 1:
-            return Cause("device", f"weights on {', '.join(sorted(map(str, devices)))}", self.module)
-        # a model on the meta device is only asked about, and never runs
-        types = [each.type for each in devices if each.type != "meta"]
-        code = next((code for each in types if (code := loader.why_not_native(each)) is not None), None)
-        return None if code is None else Cause(code, f"device {next(iter(devices))}")
 
     @functools.cached_property
     def _recording_reason(self) -> str | None:
@@ -391,4 +389,5 @@ def _dry_run(part: RecordedPart) -> None:
         at.encoded = EncodedPlaces(program, len(part.kinds), 1, torch.device("cpu"))
     shape = torch.zeros(1, 1, dtype=torch.long)
     biases = [each.memory(shape.device) for each in part.biases(1)]
-    part.record(program.emit, shape, shape, caches, part.states(1), biases, at)
+    tokens = torch.zeros(1, 1, *part.token_shape, dtype=torch.long)
+    part.record(program.emit, tokens, shape, caches, part.states(1), biases, at)

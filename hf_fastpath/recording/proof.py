@@ -59,7 +59,8 @@ def difference(part: Any, plans: PlanCache) -> float:
     model, device = part.source, part.embedding.weight.device
     attention = _WideAttention() if device.type == "cuda" else nullcontext()
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(part.vocab_size, (1, _PROMPT + _STEPS), generator=generator, device="cpu").to(device)
+    shape = 1, _PROMPT + _STEPS, *part.token_shape
+    tokens = torch.randint(part.vocab_size, shape, generator=generator, device="cpu").to(device)
     found = []
     with torch.no_grad():
         cache = FastpathCache(model.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from ..decode.named_calls import Call, Register
 from ..decode.rank_calls import shard_of, style_of
 from . import marks
 from .latent import Expansion
+from .overloads import COPIES, functional_overload
 from .probing import evaluate
 from .recording import EncodedLayer, Misspread, OwnPadding, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
@@ -47,6 +49,7 @@ class Recorder:
         self.mutated: set[int] = set()
         self.silent = 0
         self.is_rehearsing = False  # see rehearsing()
+        self.is_unpadded = False  # see Recording
         self.past = past_tokens(skeleton.model.config)
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
         self._kept: list[Any] = []  # kept alive, so that no other tensor gets one of these ids
@@ -56,6 +59,10 @@ class Recorder:
         self._encoded: dict[tuple[int, ...], int] = {}  # the same of what an encoder has read -> layer
         self._is_spread = any(shard_of(module) is not None for module in skeleton.model.modules())
         self._paths = {id(module): path for path, module in skeleton.copy.named_modules()}
+
+    def path_of(self, module: torch.nn.Module) -> str:
+        """Return the name of a module of the copy that is run."""
+        return self._paths[id(module)]
 
     # ---- values -----------------------------------------------------------------------------------------------
 
@@ -131,7 +138,7 @@ class Recorder:
         if id(target) not in self._registers:
             raise Unrecordable(f"{func} writes into a tensor of the model")
         sharing = set(self._storages[storage])
-        functional = None if storage in self._written else _functional(func)
+        functional = None if storage in self._written else functional_overload(func)
         if len(sharing) == 1 and functional is not None and tuple(out.shape) == tuple(target.shape):
             before = self._registers[id(target)]
             made = self.emit(functional, arguments, target.clone()).out
@@ -187,17 +194,21 @@ class Recorder:
             self._check_encoded(attention_mask, others, s_aux)
             return self._attend_encoded(query, key, value, layer, scaling, softcap), None
         self._check_pairs(module, query, key)
-        found, expansion = self._states.get(self._indices((key, value))), None
-        if found is None:
+        found = self._states.get(self._indices((key, value)))
+        expansion = encoded = window = None
+        if found is None and (parts := self._put_together(key, value, attention_mask)) is not None:
+            found, encoded, window = parts
+        elif found is None:
             expansion = self.expansions.get((id(key), id(value)))
             if expansion is None:
                 raise Unrecordable("attention over other keys and values than the cache gave")
             found = expansion.states, expansion.layer
         states, layer = found
-        window = self.mask_of(attention_mask)
+        window = self.mask_of(attention_mask) if encoded is None else window
         if not getattr(module, "is_causal", True) and query.shape[2] > 1:  # one token sees all in any case
             raise Unrecordable("attention that is not causal")
         bias = others.pop(POSITION_BIAS, None)
+        streams = {name: others.pop(name) for name in _STREAMS if name in others}
         self._refuse_tensors(others)
         with self.quiet():
             batch, heads, query_len, head_dim = query.shape
@@ -207,8 +218,8 @@ class Recorder:
             scale=float(head_dim**-0.5 if scaling is None else scaling), window=window,
             softcap=float(softcap or 0.0), sinks=s_aux,
         )  # fmt: skip
-        if bias is not None:
-            arguments["bias"] = bias
+        arguments |= {name: each for name, each in (("bias", bias), ("encoded", encoded)) if each is not None}
+        arguments |= streams
         if expansion is None:
             self.emit(marks.attend, arguments, out)
         elif arguments.pop("softcap") or arguments.pop("sinks") is not None:
@@ -224,6 +235,26 @@ class Recorder:
         group = getattr(module, "num_key_value_groups", max(1, heads // kv_heads))
         if self._is_spread and kv_heads > 1 and heads != kv_heads * group:
             raise Misspread(f"{heads} heads of a rank beside {kv_heads} KV heads of all ranks")
+
+    def _put_together(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> tuple | None:
+        """Return the text's keys and values with their layer, the layer whose keys and values of what an encoder has
+        read are put beside these, and the text's mask; None if ``key`` and ``value`` are put together otherwise."""
+        parts = [self._parts(*each) for each in ((key, 2), (value, 2), (mask, 3))]
+        for (k, v, seen), (other_k, other_v, seen_of_other) in itertools.permutations(zip(*parts, strict=True), 2):
+            found, layer = self._states.get((k, v)), self._encoded.get((other_k, other_v))
+            if found is not None and layer is not None and {seen, seen_of_other} <= self.masks.keys():
+                self.masks_over_encoded.add(seen_of_other)
+                return found, layer, Register(seen)
+        return None
+
+    def _parts(self, tensor: torch.Tensor | None, dim: int) -> list[int]:
+        """Return the numbers of two registers that a tensor holds one behind the other; twice -1 for another tensor."""
+        register = self._registers.get(id(tensor))
+        call = next((each for each in reversed(self.calls) if each.out is register), None)
+        if call is None or call.op is not _aten.cat.default or call.arguments.get("dim", 0) % 4 != dim:
+            return [-1, -1]
+        found = [getattr(each, "index", -1) for each in call.arguments["tensors"]]
+        return found if len(found) == 2 else [-1, -1]
 
     def _refuse_tensors(self, others: dict[str, Any]) -> None:
         strange = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]
@@ -318,7 +349,7 @@ class Recorder:
         producers = {call.out.index: call for call in self.calls}
         register = self._registers.get(id(tensor))
         call = None if register is None else producers.get(register.index)
-        while call is not None and call.op in _COPIES and isinstance(call.arguments["self"], Register):
+        while call is not None and call.op in COPIES and isinstance(call.arguments["self"], Register):
             if self.facts[call.arguments["self"].index].shape != tensor.shape:
                 break
             register = call.arguments["self"]
@@ -336,7 +367,7 @@ class Recorder:
         """Note experts; the signature is that of transformers' experts functions."""
         if self.is_rehearsing:
             return torch.empty_like(hidden_states)
-        real = self.skeleton.model.get_submodule(self._paths[id(module)])
+        real = self.skeleton.model.get_submodule(self.path_of(module))
         with self.quiet():
             out = torch.empty_like(hidden_states)
         given = dict(x=hidden_states, ids=top_k_index, weights=top_k_weights)
@@ -346,21 +377,12 @@ class Recorder:
         return out
 
 
-#: calls that give what they are given
-_COPIES = (_aten._to_copy.default, _aten.view.default)
 #: argument of attention functions that is added to scores
 POSITION_BIAS = "position_bias"
+#: arguments of :func:`marks.attend` that attention of several streams has
+_STREAMS = "row_biases", "other", "other_lse"
 #: further arguments of attention functions, which the kernels take from elsewhere or never read
 _HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "input_ids"})
-
-
-def _functional(func: Any) -> Any | None:
-    """Return the overload that gives what an in-place one writes, or None."""
-    namespace, _, name = func._schema.name.partition("::")
-    if namespace != "aten" or not name.endswith("_"):
-        return None
-    packet = getattr(_aten, name[:-1], None)
-    return None if packet is None else getattr(packet, func._overloadname, None)
 
 
 def _attention(module, *args, **kwargs):

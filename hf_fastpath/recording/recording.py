@@ -99,8 +99,9 @@ class Recording:
         batch, query_len: sequences, and new tokens of each.
         calls: in order.
         facts: register -> a tensor without data of the register's shape, dtype and strides.
-        tokens, positions: registers of int64 [batch, query_len].
-        logits: register of [batch, query_len, vocab_size].
+        tokens, positions: registers of int64 [batch, query_len]; of several tokens at a position [batch, query_len,
+            channels].
+        logits: register of [batch, query_len, vocab_size]; of several tokens [batch * channels, query_len, vocab_size].
         spans: the calls of each module without children.
         masks: register of an attention mask -> the window that it stands for, None for full causal attention.
         open_masks: registers of masks that hide nothing.
@@ -115,6 +116,7 @@ class Recording:
         linears: names of linear layers whose weights only their own calls read, those of one input together; none of a
             block with a mixture of experts.
         readers: names of modules with a tensor that the step reads.
+        is_unpadded: whether the step is of sequences without padding in front alone.
         quantized: a matrix without data that stands for a quantized weight, and the layer that has the weight.
     """
 
@@ -138,6 +140,7 @@ class Recording:
     encoded_length: int = 0
     linears: list[list[str]] = field(default_factory=list)
     readers: list[str] = field(default_factory=list)
+    is_unpadded: bool = False
     quantized: list[tuple[torch.Tensor, PackedLinear]] = field(default_factory=list)
 
     def register(self, like: torch.Tensor) -> Register:
@@ -214,6 +217,31 @@ def behind(calls: Sequence[Call], register: Register) -> list[Call]:
             needed.update(each.index for each in read_by(call))
             found.append(call)
     return found[::-1]
+
+
+def between_marks(calls: Sequence[Call], wanted: Sequence[Register]) -> tuple[list[Register], list[Call]] | None:
+    """Return the results of marks that ``wanted`` are made of, and the calls between; None if these read more."""
+    producers = {call.out.index: call for call in calls}
+    found: set[int] = set()
+    of_marks: dict[int, Register] = {}
+
+    def visit(register: Register) -> bool:
+        call = producers.get(register.index)
+        if call is None:
+            return False
+        if register.index in found or register.index in of_marks:
+            return True
+        if marks.is_mark(call.op):
+            of_marks[register.index] = register
+            return True
+        if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in call.arguments.values()):
+            return False  # a tensor may be the model's own, and change
+        found.add(register.index)
+        return all(map(visit, read_by(call)))
+
+    if not all(map(visit, wanted)):
+        return None
+    return list(of_marks.values()), [call for call in calls if call.out.index in found]
 
 
 def _replaced(value: Any, values: dict[int, Any]) -> Any:

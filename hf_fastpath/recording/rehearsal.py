@@ -23,7 +23,8 @@ _SETTINGS = (bool, int, float, str, tuple, list, torch.dtype)
 
 def rehearse(recorder: Recorder, batch: int, cache: Any, arguments: dict[str, Any]) -> None:
     """Run the copy of a model for a few tokens of ``batch`` sequences into an empty cache."""
-    tokens = torch.zeros(batch, _TOKENS, dtype=torch.long, device=recorder.skeleton.device)
+    shape = batch, _TOKENS, *recorder.skeleton.token_shape
+    tokens = torch.zeros(shape, dtype=torch.long, device=recorder.skeleton.device)
     with recorder.rehearsing(), spread_modules(recorder), modes.Functions(recorder):
         recorder.skeleton.run(tokens, None, cache, arguments)
 

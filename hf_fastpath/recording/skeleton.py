@@ -53,6 +53,7 @@ class Skeleton:
         compat.ask_for_seams(self.copy)
         compat.ask_for_plain_functions(self.copy)
         self.takes_positions = compat.takes_positions(model)
+        self.token_shape = compat.token_shape(model)
         self.device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self.lock = threading.RLock()  # of threads that run the copy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sysconfig
 import traceback
 from collections import Counter
@@ -17,11 +18,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from .. import compat
 from ..decode.named_calls import Norm, Register
 from . import marks, modes
+from .listed_experts import listed_experts
 from .recorder import Recorder, recorder
 from .recording import EncodedLayer, Recording, Unrecordable
 from .rehearsal import cache_with_states, rehearse
 from .skeleton import Skeleton
 from .spread import spread_modules
+from .streams import attention_of_streams
 
 #: places of an encoder's output
 _ENCODED = 1009
@@ -62,7 +65,14 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     states: list[list[Register]] = [[] for _ in cache.kinds]
     encoded: list[EncodedLayer] = []
     encoder_output: Register | None = None
-    with torch.inference_mode(False), torch.no_grad(), _without_logs(), skeleton.mode:
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _without_logs(),
+        skeleton.mode,
+        listed_experts(noting),
+        attention_of_streams(noting),
+    ):
         whole: Any = cache
         if has_encoder:
             whole = compat.over_encoder(cache)
@@ -76,7 +86,8 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             if not any(states):
                 raise Unrecordable("states that it keeps elsewhere than in the cache that it is given")
         cache.claim(noting.past)
-        tokens, positions = (torch.zeros(batch, query_len, dtype=torch.long, device=skeleton.device) for _ in range(2))
+        sizes = (batch, query_len, *skeleton.token_shape), (batch, query_len)
+        tokens, positions = (torch.zeros(each, dtype=torch.long, device=skeleton.device) for each in sizes)
         given = noting.given(tokens), noting.given(positions)
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor):
@@ -89,7 +100,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             cache.keep(len(encoded))
         with modes.spans(noting), spread_modules(noting), modes.Dispatch(noting), modes.Functions(noting):
             logits = skeleton.run(tokens, positions, whole, arguments)
-    if tuple(logits.shape[:2]) != (batch, query_len):
+    if tuple(logits.shape[:2]) != (batch * math.prod(skeleton.token_shape), query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
     for call in noting.calls:
         for name, value in call.arguments.items():
@@ -136,6 +147,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         encoded_length=_ENCODED if has_encoder else 0,
         linears=_linears_by_input(noting),
         readers=_readers(noting),
+        is_unpadded=noting.is_unpadded,
         quantized=[(each, skeleton.model.get_submodule(path)) for path, each in skeleton.quantized.items()],
     )
 
@@ -144,6 +156,7 @@ def _linears_by_input(noting: Recorder) -> list[list[str]]:
     """Return what :attr:`.recording.Recording.linears` is."""
     model = noting.skeleton.model
     experts = {id(call.arguments["module"]) for call in noting.calls if call.op is marks.other_experts}
+    experts |= set(map(id, compat.modules_with_experts(model)))
     mixtures = tuple(f"{path.rpartition('.')[0]}." for path, each in model.named_modules() if id(each) in experts)
     read = Counter((id(each), call.op is marks.linear) for call in noting.calls for each in call.arguments.values())
     called = Counter(path for path, _ in noting.linears)

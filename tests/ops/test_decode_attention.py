@@ -115,6 +115,25 @@ def test_decode_attention_reference_is_the_formula():
         assert (SPEC.reference(**sample.kwargs) - expected).abs().max() <= 1e3 * torch.finfo(torch.float64).eps
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_keys_apart_give_what_they_give_together(sinks):
+    """Attention over the first keys, then over the others with what the first have given, is attention over all."""
+    sizes = dict(heads=6, kv_heads=2, head_dim=32, capacity=150, seq_lens=[150, 90], starts=[5, 60], sinks=sinks)
+    whole = make(CPU, torch.float64, **sizes).kwargs
+    lens, starts = whole["seq_lens"], whole["starts"]
+    for border in (1, 60, 89):  # of which the second row sees nothing, or all but a few
+        first = whole | dict(seq_lens=torch.full_like(lens, border), starts=starts, sinks=None)
+        lse = torch.full((2, 1, 6), float("nan"), dtype=torch.float64)
+        other = SPEC.reference(**first | dict(lse=lse))
+        assert bool((lse > -torch.inf).eq((starts < border)[:, None, None]).all())
+        whole_lse = torch.empty_like(lse)
+        second = whole | dict(starts=starts.clamp(min=border), other=other, other_lse=lse, lse=whole_lse)
+        found, expected_lse = SPEC.reference(**second), torch.empty_like(lse)
+        expected = SPEC.reference(**whole | dict(lse=expected_lse))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(whole_lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+
 def edges(device, dtype):
     """Yield windows, rings and paddings at the lengths where something begins or ends."""
     window = 8

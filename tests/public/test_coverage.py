@@ -22,9 +22,9 @@ def _bert():
     return BertModel(BertConfig(**sizes))
 
 
-def _t5gemma2():
-    """An encoder-decoder whose attention is over the text and the encoder's output at once."""
-    return encoder_decoder_types.small_model("t5gemma2")
+def _switch():
+    """An encoder-decoder with experts that are modules, one of which each token needs."""
+    return encoder_decoder_types.small_model("switch_transformers", num_sparse_decoder_layers=1)
 
 
 def _strange_llama():
@@ -51,8 +51,8 @@ def _other_forwards():
 UNSUPPORTED = {
     "encoder": (_bert, "BertModel (bert) is an encoder", "hf_fastpath info"),
     "encoder-decoder": (
-        _t5gemma2,
-        "T5Gemma2ForConditionalGeneration (t5gemma2): not_recorded",
+        _switch,
+        "SwitchTransformersForConditionalGeneration (switch_transformers): not_recorded",
         "it belongs to the model",
     ),
     "module": (lambda: nn.Linear(4, 4), "Linear is no transformers model", "hf_fastpath info"),

@@ -209,7 +209,8 @@ class _Store:
         return [torch.cat((before, new), dim=2) for before, new in zip(past, (k, v))]
 
 
-def _attend(store, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None):
+def _attend(store, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None, encoded=None):
+    assert encoded is None  # no encoder is stored here
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in states)
     scores = q @ k.mT * scale
     scores = scores if not softcap else softcap * torch.tanh(scores / softcap)

@@ -71,7 +71,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
                 )
             turned = angles[place]
         arguments = {name: attend.arguments[name] for name in ("layer", "scale", "window", "softcap", "sinks")}
-        arguments |= {name: attend.arguments.get(name) for name in ("slopes", "bias")}
+        arguments |= {name: attend.arguments.get(name) for name in ("slopes", "bias", "encoded")}
         q, k = recording.fact(attend.arguments["q"]), recording.fact(append.arguments["k"])
         arguments |= dict(
             sources=list(sources), grouped=layout == "grouped", cos=turned[0], sin=turned[1], pairs=pairs,
@@ -99,7 +99,7 @@ def fronts(
     at_positions, producers = positional(recording), recording.producers()
     known: dict[Any, Any] = {}
     for attend in recording.calls:
-        if attend.op is not op:
+        if attend.op is not op or attend.arguments.get("other") is not None:
             continue
         append = producers[attend.arguments["states"].index]
         for norms in with_norms:

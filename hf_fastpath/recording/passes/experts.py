@@ -227,8 +227,8 @@ def router_logits(recording: Recording, model: nn.Module) -> None:
 
 def routers(recording: Recording, model: nn.Module) -> None:
     """Pass: let ``ops.topk_softmax`` choose experts whose ids and weights are what the op gives of scores."""
-    producers = recording.producers()
     known: dict[Any, bool | None] = {}
+    producers = recording.producers()
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         if call.op is not marks.experts:

@@ -23,6 +23,7 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
     past, count = recording.past, recording.query_len
     instead: dict[int, list[Call]] = {}
     first = set()  # registers that hold 0, 1, ... for the new tokens
+    ones = {call.out.index for call in recording.calls if call.op is _aten.ones.default}
     for call in recording.calls:
         if call.op is _aten.arange.default and call.arguments["end"] == count:
             first.add(call.out.index)
@@ -35,6 +36,12 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
                 made = [place, recording.call(_aten._to_copy.default, like, self=place.out, dtype=like.dtype)]
                 call.arguments = {"self": call.arguments["self"], "other": made[-1].out}
                 instead[id(call)] = [*made, call]
+        if call.op is _aten.mul.Tensor and _counts_tokens(recording, call, ones, past + count):
+            like = recording.fact(call.out)
+            place = recording.call(marks.text_positions, like.new_empty(1), query_len=1)
+            behind = recording.call(_aten.add.Tensor, like.new_empty(1), self=place.out, other=1)
+            view = Call(_aten.view.default, {"self": behind.out, "size": list(like.shape)}, call.out)
+            instead[id(call)] = [place, behind, view]
         if _is_slice_of_positions(call, past, count):
             like = recording.fact(call.out)
             place = recording.call(marks.text_positions, like.new_empty(count), query_len=count)
@@ -49,6 +56,12 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
             if given.get("dtype", torch.int64) in (None, torch.int64):
                 call.op, call.arguments = marks.text_positions, {"query_len": count}
     recording.rewrite(instead, {})
+
+
+def _counts_tokens(recording: Recording, call: Call, ones: set[int], number: int) -> bool:
+    """Whether a call multiplies one whole 1 by how many tokens there are."""
+    is_one = getattr(call.arguments["self"], "index", -1) in ones and recording.fact(call.out).numel() == 1
+    return is_one and call.arguments["other"] == number and recording.fact(call.out).dtype == torch.int64
 
 
 def _is_slice_of_positions(call: Call, past: int, count: int) -> bool:

@@ -1,0 +1,27 @@
+"""What recorded steps ask of a model's tensors."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .. import compat
+from ..native import loader
+from ..reasons import Cause
+from ..registry import PLAIN_TENSORS
+
+
+def tensors_reason(model: nn.Module) -> Cause | None:
+    """Return why kernels cannot read a model's weights where they are, or None."""
+    parameters = list(model.parameters())
+    if any(map(compat.is_sharded, parameters)):
+        return Cause("sharded", module=model)
+    odd = next((each for each in parameters if type(each) not in PLAIN_TENSORS), None)
+    if odd is not None:
+        return Cause("unsupported_projection", f"a weight is {type(odd).__name__}", model)
+    devices = {each.device for each in parameters}
+    if len(devices) > 1:
+        return Cause("device", f"weights on {', '.join(sorted(map(str, devices)))}", model)
+    # a model on the meta device is only asked about, and never runs
+    types = [each.type for each in devices if each.type != "meta"]
+    code = next((code for each in types if (code := loader.why_not_native(each)) is not None), None)
+    return None if code is None else Cause(code, f"device {next(iter(devices))}")
