@@ -24,8 +24,8 @@ from .named_calls import HeadNorms, Norm, Register, by_name
 from .program import Program
 from .structure import ModelPart
 
-#: tensors of fewer bytes (norms, biases) stay on the GPU and are copied when a call of ``generate()`` begins: together
-#: they are small, and a copy of its own costs each of them microseconds
+#: tensors of fewer bytes (norms, biases) stay on the GPU and are copied when a call of ``generate()`` begins, as the ends
+#: of others do: together they are small, and a copy of its own costs each of them microseconds
 KEPT_BYTES = 64 << 10
 #: the ring holds this many of the largest layers: copies run on while a layer is computed, and while layers without
 #: copies are
@@ -153,8 +153,7 @@ class Fetching(Program):
         self.notes = [Cause("over_the_bus", f"{host_bytes(part) / 1e9:.4g} GB a step")]
         pages: list[page_lock.Pages] = []
         try:
-            # All of them: CUDA copies nothing that begins on a locked page and ends on another, as a norm may.
-            pages = page_lock.lock(tensors, self._device)
+            pages = page_lock.lock(filter(_passes, tensors), self._device)
         except RuntimeError as error:
             self.notes.append(Cause("not_page_locked", str(error)))
         ring = _ring(self._device, [min(sum(sizes), _LAYERS_AHEAD * max(sizes)), max(sizes)])
@@ -222,9 +221,18 @@ class Fetching(Program):
         for tensor in tensors:
             place = memory[first : first + page_lock.extent(tensor)].view(tensor.dtype)
             here[id(tensor)] = place.as_strided(tensor.shape, tensor.stride())
-            made.copies.append((place, tensor.as_strided(place.shape, (1,))))
+            made.copies += self._parts(place, tensor.as_strided(place.shape, (1,)))
             first += _room(tensor)
         return here
+
+
+    def _parts(self, place: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the copies of one tensor, all its elements in a row: what lies on its own pages comes from there, and
+        the ends, of less than a page, from the device's memory."""
+        cuts = [(each - source.data_ptr()) // source.element_size() for each in page_lock.whole_pages(source)]
+        targets, sources = (each.tensor_split(cuts) for each in (place, source))
+        ends = [self._copy_of(sources[0]), sources[1], self._copy_of(sources[2])]
+        return [(target, each) for target, each in zip(targets, ends) if each.numel()]
 
 
 def host_bytes(part: ModelPart) -> int:
@@ -243,7 +251,8 @@ def program_of(part: ModelPart, device: torch.device, values: list[Any] | None =
 
 
 def _passes(tensor: torch.Tensor) -> bool:
-    return page_lock.extent(tensor) >= KEPT_BYTES
+    first, end = page_lock.whole_pages(tensor)
+    return page_lock.extent(tensor) >= KEPT_BYTES and first < end
 
 
 def _room(tensor: torch.Tensor) -> int:

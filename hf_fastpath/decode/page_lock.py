@@ -1,6 +1,9 @@
 """Page-locked host memory: a GPU's copy engine reads it by itself, at the speed of the bus.
 
-Tensors are locked where they lie. Pages are locked once, whoever asks, and as long as somebody holds them.
+Tensors are locked where they lie, but for their ends: pages that also hold something else stay as they are. A copy of
+other data on a locked page would not wait until it has been made, as copies from host memory else do, and CUDA refuses
+one that begins on a locked page and ends on another. Pages are locked once, whoever asks, and as long as somebody holds
+them.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ def lock(tensors: Iterable[torch.Tensor], device: torch.device) -> list[Pages]:
     """Lock the memory of ``tensors`` where it is not locked yet.
 
     Args:
-        tensors: in host memory; each is locked from its first to its last element.
+        tensors: in host memory; of each, :func:`whole_pages` are locked.
         device: a GPU.
 
     Returns:
@@ -96,19 +99,28 @@ def _runs(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, int], list[torch.T
 
     CUDA refuses to lock a page twice.
     """
-    page = mmap.PAGESIZE
     found: dict[tuple[int, int], list[torch.Tensor]] = {}
     run, first, end = [], 0, 0
     for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
-        begins = tensor.data_ptr() // page * page
+        begins, ends = whole_pages(tensor)
+        if begins == ends:
+            continue
         if run and begins < end:
             del found[first, end]
         else:
             run, first, end = [], begins, 0
         run.append(tensor)
-        end = max(end, -(-(tensor.data_ptr() + extent(tensor)) // page) * page)
+        end = max(end, ends)
         found[first, end] = run
     return found
+
+
+def whole_pages(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the pages begin and end that hold nothing but elements of a tensor; the same address twice if there
+    are none."""
+    page = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // page) * page
+    return first, max(first, (tensor.data_ptr() + extent(tensor)) // page * page)
 
 
 def extent(tensor: torch.Tensor) -> int:

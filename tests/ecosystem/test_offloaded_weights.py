@@ -304,8 +304,9 @@ def test_pages_are_locked_once_and_let_go(offload, locks, device):
         ours.generate(prompt(device, batch), **SHORT)
         ours.generate(prompt(device, batch), **SHORT | dict(do_sample=True))
     locked = page_lock.locked_bytes()
-    streamed = sum(each.nbytes for each in weights.values() if each.nbytes >= KEPT)
-    assert streamed <= locked
+    passing = [each for each in weights.values() if fetch._passes(each)]
+    streamed = sum(each.nbytes for each in passing)
+    assert 0 < streamed - locked < 2 * mmap.PAGESIZE * len(passing), "all but the ends"
     report = hf_fastpath.report(ours)
     assert report.host_bytes == streamed and report.page_locked_bytes == locked
     assert f"bus: {streamed / 1e9:.3f} GB of weights come from host memory for a step" in str(report)
@@ -313,7 +314,9 @@ def test_pages_are_locked_once_and_let_go(offload, locks, device):
     if device.type == "cpu":
         assert sum(locks.held.values()) == locked and len(locks.held) == locks.most
     else:
-        assert all(each.is_pinned() for each in weights.values() if each.nbytes >= KEPT)
+        for each in passing:
+            first, end = ((place - each.data_ptr()) // each.element_size() for place in page_lock.whole_pages(each))
+            assert each.flatten()[first:end].is_pinned() and not each.is_pinned()
     hf_fastpath.unpatch(ours)
     assert not page_lock.locked_bytes() and not locks.held and not fetch._rings
 
@@ -428,13 +431,14 @@ def at(buffer: torch.Tensor, first: int, end: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", (CPU,))
-def test_tensors_on_one_page_are_locked_together(locks, device):
+def test_pages_that_hold_something_else_are_not_locked(locks, device):
     page, buffer = mmap.PAGESIZE, torch.zeros(12 * mmap.PAGESIZE, dtype=torch.uint8)
     start = at(buffer, 0, 1).data_ptr()
-    tensors = [at(buffer, 6 * page, 7 * page), at(buffer, 100, page + 100), at(buffer, page + 100, 3 * page - 1)]
+    ends = (100, 3 * page + 100), (2 * page, 4 * page), (3 * page + 100, 5 * page), (5 * page + 1, 7 * page - 1)
+    tensors = [at(buffer, *each) for each in ends]
     held = page_lock.lock(tensors, device)
-    assert locks.held == {start: 3 * page, start + 6 * page: page}
-    assert page_lock.lock(tensors[:1], device) == [held[1]] and page_lock.lock(tensors[::-1], device) == held
+    assert locks.held == {start + page: 3 * page, start + 4 * page: page}, "views of the same memory in one run"
+    assert page_lock.lock(tensors[2:3], device) == [held[1]] and page_lock.lock(tensors[::-1], device) == held
     del held
     assert not locks.held
 
@@ -447,7 +451,7 @@ def test_nothing_stays_locked_behind_an_error(locks, device, monkeypatch):
         page_lock, "lock_pages", lambda *given: calls.append(1) or (real(*given) if not calls[1:] else "no")
     )
     with pytest.raises(RuntimeError, match=r"did not lock 0.000 GB of host memory: no"):
-        page_lock.lock([at(buffer, 8 * place, 8 * place + 1) for place in (0, 4 * mmap.PAGESIZE // 8)], device)
+        page_lock.lock([at(buffer, place, place + mmap.PAGESIZE) for place in (0, 4 * mmap.PAGESIZE)], device)
     assert len(calls) == 2 and not locks.held
 
 
