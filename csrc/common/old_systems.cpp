@@ -14,11 +14,15 @@ HF_FASTPATH_HIDDEN extern char __libc_single_threaded;
 char __libc_single_threaded = 0;
 
 #if defined(__x86_64__) && defined(__GLIBC__)
-// glibc 2.29: exp without errno. The older one computes the same.
+// glibc 2.29: exp and log without errno. The older ones compute the same.
 double old_exp(double x);
 __asm__(".symver old_exp, exp@GLIBC_2.2.5");
 HF_FASTPATH_HIDDEN double new_exp(double x) __asm__("exp");
 double new_exp(double x) { return old_exp(x); }
+double old_log(double x);
+__asm__(".symver old_log, log@GLIBC_2.2.5");
+HF_FASTPATH_HIDDEN double new_log(double x) __asm__("log");
+double new_log(double x) { return old_log(x); }
 #endif
 
 // GCC 11: what operator new[] calls for a negative length.

@@ -24,8 +24,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .caches import CACHE, LayerKind, LinearAttentionLayer, layer_kinds, made_layer
-from .encoders import encoder_output, text_cache, text_name
+from .encoders import encoder_output, has_encoder, text_cache, text_name
 from .generation import GenerationMixin, inputs_behind
+from .models import is_multimodal
 
 __all__ = ["without_modes"]
 
@@ -369,7 +370,8 @@ def takes_positions(model: nn.Module) -> bool:
     if text_name(model, "position_ids") not in inspect.signature(type(model).forward).parameters:
         return False
     stocks = GenerationMixin.prepare_inputs_for_generation
-    if getattr(type(model), "prepare_inputs_for_generation", stocks) is stocks:
+    is_stocks = getattr(type(model), "prepare_inputs_for_generation", stocks) is stocks
+    if is_stocks or (has_encoder(model) and not is_multimodal(model)):
         return True
     two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     return inputs_behind(model, two, {"position_ids": two, "use_cache": True}).get("position_ids") is not None

@@ -24,8 +24,8 @@ from .named_calls import HeadNorms, Norm, Register, by_name
 from .program import Program
 from .structure import ModelPart
 
-#: tensors of fewer bytes (norms, biases) stay on the GPU and are copied when a call of ``generate()`` begins, as the ends
-#: of others do: together they are small, and a copy of its own costs each of them microseconds
+#: tensors of fewer bytes (norms, biases) and the ends of others stay on the GPU, and are copied at each ``generate()``:
+#: together they are small, and a copy of its own costs each of them microseconds
 KEPT_BYTES = 64 << 10
 #: the ring holds this many of the largest layers: copies run on while a layer is computed, and while layers without
 #: copies are

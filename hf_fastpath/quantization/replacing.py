@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Replaced:
     """A linear layer that a quantized one has replaced.
 
     Attributes:
-        original: the layer; if we have quantized its weight, that lies in host memory now.
+        original: the layer; if we have quantized its weight, that lies in host memory now unless another module has it.
         packed: the layer that took its place.
         places: (parent, name) of every place that the layer had.
     """
@@ -159,15 +160,17 @@ def quantize_model(
         quiet: show no progress on a terminal.
     """
     places, layers = places_of(model), [each for each in asked if not each.is_head]
+    held = Counter(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
+    shared = {each for each, count in held.items() if count > 1}
     with counted(len(layers), f"hf_fastpath: {asked[0].format.name} weights, layers", quiet) as bar:
         for layer in layers:
             for linears in layer.groups:
-                _replace(linears, layer.format, places, replaced)
+                _replace(linears, layer.format, places, shared, replaced)
             bar.update()
     for head in asked:
         if head.is_head:
             with nullcontext() if quiet else announced("quantizing the head"):
-                _replace(head.groups[0], head.format, places, replaced)
+                _replace(head.groups[0], head.format, places, shared, replaced)
 
 
 def places_of(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -193,6 +196,7 @@ def _replace(
     linears: Sequence[nn.Module],
     format: Format,
     places: dict[int, list[tuple[nn.Module, str]]],
+    shared: set[int],
     replaced: list[Replaced],
 ) -> None:
     whole = [local_tensor(linear.weight) for linear in linears]
@@ -206,7 +210,8 @@ def _replace(
         for parent, name in done.places:
             parent._modules[name] = packed
         replaced.append(done)
-        move(linear.weight, "cpu")
+        if id(linear.weight) not in shared:  # the embedding's, which stays, may be the head's
+            move(linear.weight, "cpu")
 
 
 def free_originals(model: nn.Module, replaced: list[Replaced]) -> None:

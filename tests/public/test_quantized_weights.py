@@ -213,3 +213,14 @@ def test_devices_without_kernels_are_refused():
         model = build("llama").to("meta")
     with pytest.raises(ValueError, match="no kernels for meta"):
         hf_fastpath.patch(model, weights="int8", quiet=True)
+
+
+def test_what_a_quantized_head_shares_with_the_embedding_stays(device):
+    model = build("llama", tie_word_embeddings=True).to(device)
+    weight = model.lm_head.weight
+    ours = hf_fastpath.patch(model, weights="int8", lm_head="int8", quiet=True)
+    assert ours.get_input_embeddings().weight is weight and weight.device.type == device.type
+    ours.generate(prompt().to(device), **SHORT)
+    found = hf_fastpath.report(ours).stats
+    assert found["fallback_tokens"] == 0 and found["fast_tokens"] > 0, found["reasons"]
+    assert hf_fastpath.unpatch(ours).lm_head.weight is weight and weight.device.type == device.type
