@@ -68,7 +68,7 @@ __device__ __forceinline__ Shares find_shares(const DecodeAttentionParams& p, in
   }
   if (p.lse && writes) p.lse[output_row(p, batch_row, place)] = (max + log2f(sum)) * (1.f / kLog2e);
   if (!place.sees_any && sum == 0.f) return {0.f, 0.f};
-  return {own / sum, other / sum};
+  return {own / sum, p.other ? other / sum : 0.f};
 }
 
 // Adds a share of four neighbors of the attention over other keys.
