@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
       if (member == 0) results.max_sums(warp)[r] = make_float2(max_score[r], sum[r]);
     }
   }
-  finish_block<void>(p, s, results, batch_row, kv_head, rows);
+  finish_block<void, true>(p, s, results, batch_row, kv_head, rows);
   trace(TracePoint::kEnd);
 }
 

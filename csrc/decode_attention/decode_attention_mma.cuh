@@ -38,8 +38,9 @@ template <int kDims>
 constexpr int kBlocksPerSm = kDims > 64 ? 1 : 2;
 
 // kDims: head_dim rounded up to 64, 128 or 256. kHalves: 1 for 8 rows a block, 2 for 16.
-// kPaged: the caches lie in pages.
-template <class T, int kDims, int kHalves, int kWarps, bool kPaged>
+// kPaged: the caches lie in pages. kJoins: see finish_block; few models need its code, which every layer
+// would fetch.
+template <class T, int kDims, int kHalves, int kWarps, bool kPaged, bool kJoins>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_kernel(DecodeAttentionParams p) {
   using C = Chunk<T, kElems>;
   constexpr int kRows = kHalves * kHalfRows, kTilesBytes = WarpTiles<T, kDims>::kBytes;
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) decode_attention_mma_ker
         }
     }
   }
-  finish_block<T>(p, s, results, batch_row, kv_head, rows);
+  finish_block<T, kJoins>(p, s, results, batch_row, kv_head, rows);
   trace(TracePoint::kEnd);
 }
 
@@ -218,8 +219,9 @@ template <class T, int kDims, int kHalves, int kWarps, bool kPaged>
 void launch_warps(const DecodeAttentionParams& p, cudaStream_t stream) {
   const dim3 grid = split_grid(p, kHalves * kHalfRows, kBlocksPerSm<kDims>), block(kWarps * kWarpSize);
   const size_t smem_bytes = kWarps * WarpTiles<T, kDims>::kBytes;
-  launch_attention(decode_attention_mma_kernel<T, kDims, kHalves, kWarps, kPaged>, grid, block, smem_bytes,
-                   stream, p);
+  const auto start = [&](auto kernel) { launch_attention(kernel, grid, block, smem_bytes, stream, p); };
+  if (p.other || p.lse) return start(decode_attention_mma_kernel<T, kDims, kHalves, kWarps, kPaged, true>);
+  start(decode_attention_mma_kernel<T, kDims, kHalves, kWarps, kPaged, false>);
 }
 
 template <class T, bool kPaged, int kDims, int kHalves, int kWarps = kMostWarps<kDims, kPaged>>

@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
         }
     }
   }
-  finish_block<T>(p, s, results, batch_row, kv_head, rows);
+  finish_block<T, true>(p, s, results, batch_row, kv_head, rows);
   trace(TracePoint::kEnd);
 }
 

@@ -48,7 +48,7 @@ struct Shares {
 
 // The shares of a row: 1 / sum, where a sink and other keys add to the sum; or 0 for a token that sees
 // nothing. A token whose every score is -inf gets NaN, as in PyTorch. Writes the row's lse if `writes`.
-template <class Q>
+template <class Q, bool kJoins>
 __device__ __forceinline__ Shares find_shares(const DecodeAttentionParams& p, int batch_row,
                                               const RowPlace& place, float max, float sum, bool writes) {
   float own = 1.f, other = 0.f;
@@ -59,16 +59,16 @@ __device__ __forceinline__ Shares find_shares(const DecodeAttentionParams& p, in
     sum = fmaf(sum, own, exp2_approx(sink - top));
     max = top;
   }
-  if (p.other) {
+  if (kJoins && p.other) {
     const float lse = __ldcg(p.other_lse + output_row(p, batch_row, place)) * kLog2e, top = fmaxf(max, lse);
     const float kept = exp2_below(max, top);
     other = exp2_below(lse, top);
     sum = fmaf(sum, kept, other);
     own *= kept, max = top;
   }
-  if (p.lse && writes) p.lse[output_row(p, batch_row, place)] = (max + log2f(sum)) * (1.f / kLog2e);
+  if (kJoins && p.lse && writes) p.lse[output_row(p, batch_row, place)] = (max + log2f(sum)) * (1.f / kLog2e);
   if (!place.sees_any && sum == 0.f) return {0.f, 0.f};
-  return {own / sum, p.other ? other / sum : 0.f};
+  return {own / sum, kJoins && p.other ? other / sum : 0.f};
 }
 
 // Adds a share of four neighbors of the attention over other keys.
@@ -110,7 +110,7 @@ __device__ __forceinline__ bool arrive_last(unsigned* counter, int active) {
 // Writes what the first `count` partial results of each of `rows` are multiplied by: kMaxSplits values a row,
 // zeros from `count` on; behind them a value a row for the attention over other keys. `base`: the first row's
 // index in the workspace.
-template <class Q, int kThreads>
+template <class Q, int kThreads, bool kJoins>
 __device__ __forceinline__ void find_factors(const DecodeAttentionParams& p, const Split& s,
                                              const Partials& partials, int base, int count, int batch_row,
                                              int kv_head, Rows rows, float* factors) {
@@ -133,8 +133,8 @@ __device__ __forceinline__ void find_factors(const DecodeAttentionParams& p, con
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) sum += max_sum[i].y * exp2_below(max_sum[i].x, max);
     const RowPlace place = row_place(p, s, kv_head, rows.first + r);
-    const Shares shares = find_shares<Q>(p, batch_row, place, max, warp_sum(sum), lane == 0);
-    if (p.other && lane == 0) factors[rows.count(p) * kMaxSplits + r] = shares.other;
+    const Shares shares = find_shares<Q, kJoins>(p, batch_row, place, max, warp_sum(sum), lane == 0);
+    if (kJoins && p.other && lane == 0) factors[rows.count(p) * kMaxSplits + r] = shares.other;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
       factors[r * kMaxSplits + lane + i * kWarpSize] = exp2_below(max_sum[i].x, max) * shares.own;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void find_factors(const DecodeAttentionParams& p, con
 
 // Merges the first `count` partial results of `rows` of a KV head and writes the outputs. `factors`: shared
 // memory for kMaxSplits + 1 values a row.
-template <class Q, int kThreads, int kDims>
+template <class Q, int kThreads, int kDims, bool kJoins>
 __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, const Split& s,
                                              const Partials& partials, int count, int batch_row, int kv_head,
                                              Rows rows, float* factors) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
     for (int i = 0; i < kAhead; ++i, from += p.head_dim)
       ahead[i] = i < left ? __ldcg(reinterpret_cast<const float4*>(from)) : make_float4(0.f, 0.f, 0.f, 0.f);
     if (quad == int(threadIdx.x) && first == 0) {  // after the first loads, which take as long to come
-      find_factors<Q, kThreads>(p, s, partials, base, count, batch_row, kv_head, rows, factors);
+      find_factors<Q, kThreads, kJoins>(p, s, partials, base, count, batch_row, kv_head, rows, factors);
       __syncthreads();  // factors
     }
     if (is_output) {
@@ -186,7 +186,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttentionParams& p, con
     if (first < count) continue;
     if (is_output) {
       const int64_t at = out_offset(p, batch_row, row_place(p, s, kv_head, rows.first + r)) + d;
-      if (p.other) add_other<Q>(p, at, factors[rows.count(p) * kMaxSplits + r], sum);
+      if (kJoins && p.other) add_other<Q>(p, at, factors[rows.count(p) * kMaxSplits + r], sum);
       store_out<Q>(p, at, sum);
     }
     sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -241,8 +241,8 @@ struct WarpResults {
 };
 
 // Merges the warps' results, and as the last block of the KV head the blocks'. Every thread calls it once its
-// part of `results` is written.
-template <class Q, int kWarps, int kDims>
+// part of `results` is written. kJoins: there may be attention over other keys, or its sums are asked for.
+template <class Q, bool kJoins, int kWarps, int kDims>
 __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, const Split& s,
                                              const WarpResults<kWarps, kDims>& results, int batch_row,
                                              int kv_head, Rows rows) {
@@ -260,9 +260,9 @@ __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, con
     if (s.active == 1) {
       const RowPlace place = row_place(p, s, kv_head, rows.first + r);
       const int64_t at = out_offset(p, batch_row, place) + d;
-      const Shares shares = find_shares<Q>(p, batch_row, place, max_sum.x, max_sum.y, d == 0);
+      const Shares shares = find_shares<Q, kJoins>(p, batch_row, place, max_sum.x, max_sum.y, d == 0);
       out.x *= shares.own, out.y *= shares.own, out.z *= shares.own, out.w *= shares.own;
-      if (p.other) add_other<Q>(p, at, shares.other, out);
+      if (kJoins && p.other) add_other<Q>(p, at, shares.other, out);
       store_out<Q>(p, at, out);
     } else {
       const uint32_t at = (base + r) * kMaxSplits + blockIdx.x;
@@ -273,7 +273,7 @@ __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, con
   if (s.active == 1) return;
   const int counter = batch_row * gridDim.y + blockIdx.y;
   if (!arrive_last(partials.counters - 1 - counter, s.active)) return;
-  merge_splits<Q, kThreads, kDims>(p, s, partials, s.active, batch_row, kv_head, rows, results.factors());
+  merge_splits<Q, kThreads, kDims, kJoins>(p, s, partials, s.active, batch_row, kv_head, rows, results.factors());
 }
 
 }  // namespace hf_fastpath
