@@ -273,7 +273,8 @@ __device__ __forceinline__ void finish_block(const DecodeAttentionParams& p, con
   if (s.active == 1) return;
   const int counter = batch_row * gridDim.y + blockIdx.y;
   if (!arrive_last(partials.counters - 1 - counter, s.active)) return;
-  merge_splits<Q, kThreads, kDims, kJoins>(p, s, partials, s.active, batch_row, kv_head, rows, results.factors());
+  merge_splits<Q, kThreads, kDims, kJoins>(p, s, partials, s.active, batch_row, kv_head, rows,
+                                           results.factors());
 }
 
 }  // namespace hf_fastpath

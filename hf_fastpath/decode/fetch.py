@@ -225,7 +225,6 @@ class Fetching(Program):
             first += _room(tensor)
         return here
 
-
     def _parts(self, place: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the copies of one tensor, all its elements in a row: what lies on its own pages comes from there, and
         the ends, of less than a page, from the device's memory."""
