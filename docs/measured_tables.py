@@ -77,6 +77,8 @@ CUT_MODELS = (
     "Mamba2-2.7B",
     "Granite-4.0-H-Micro, 30 layers",
     "BlenderBot-3B",
+    "XLM-RoBERTa-XL",
+    "Qwen1.5-MoE-A2.7B, 7 layers",
 )
 INT8_HEAD = ("int8, int8 head", "int4_g32, int8 head")
 MACHINES = {
