@@ -16,6 +16,7 @@ from hf_fastpath.recording.passes import (
     axes,
     experts,
     joined_products,
+    masked_writes,
     modules,
     output_gates,
     products,
@@ -1142,3 +1143,31 @@ def test_one_write_that_matters_keeps_all_of_that_memory():
     writes = len(calls_of(recording, _aten.copy_.default))
     assert_same(recording, model, [axes.writes_of_like_axes])
     assert writes == len(calls_of(recording, _aten.copy_.default)) == 2
+
+
+# ---- writes by a mask ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", (WIDTH, 1, 0))
+def test_a_value_in_masked_places_is_a_choice(width):
+    """A graph cannot hold PyTorch's search for the places."""
+
+    def step(m, x, positions, cache):
+        value = m.shift[:width] if width else m.shift[0]
+        return torch.index_put(x.sin(), [positions.remainder(2) == 1], value)
+
+    recording, model = recorded(step, shift=parameter(WIDTH))
+    assert "index_put" in names(recording)
+    assert_same(recording, model, [masked_writes.masked_writes])
+    assert "index_put" not in names(recording) and "where" in names(recording)
+
+
+def test_values_of_their_own_for_each_place_stay():
+    def step(m, x, positions, cache):
+        places = torch.zeros_like(positions, dtype=torch.bool)
+        return torch.index_put(x.sin(), [places], m.shift[None, :])
+
+    recording, model = recorded(step, shift=parameter(WIDTH))
+    before = names(recording)
+    masked_writes.masked_writes(recording, model)
+    assert names(recording) == before

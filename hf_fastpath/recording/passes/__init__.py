@@ -20,6 +20,7 @@ from . import (
     late_sums,
     latent_rotation,
     lengths,
+    masked_writes,
     modules,
     output_gates,
     own_attention,
@@ -36,6 +37,7 @@ Pass = Callable[[Recording, nn.Module], None]
 PASSES: tuple[Pass, ...] = (
     position_bias.position_biases,
     lengths.positions_in_text,
+    masked_writes.masked_writes,
     modules.module_formulas,
     experts.experts_without_weights,
     experts.stacked_experts,
