@@ -18,7 +18,7 @@ from ...ops.topk_softmax import reference as topk_softmax
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded
-from ..recording import Recording, Unrecordable, read_by
+from ..recording import Recording, Unrecordable, between_marks, read_by
 from .attention import structure_of
 from .products import is_bare
 
@@ -228,14 +228,13 @@ def router_logits(recording: Recording, model: nn.Module) -> None:
 def routers(recording: Recording, model: nn.Module) -> None:
     """Pass: let ``ops.topk_softmax`` choose experts whose ids and weights are what the op gives of scores."""
     known: dict[Any, bool | None] = {}
-    producers = recording.producers()
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         if call.op is not marks.experts:
             continue
         ids, weights = call.arguments["ids"], call.arguments["weights"]
         count = call.arguments.get("first_expert", 0) + len(call.arguments["gate_up_weight"])
-        front = _front(recording, producers, (ids, weights), count, "first_expert" in call.arguments)
+        front = _front(recording, (ids, weights), count, "first_expert" in call.arguments)
         if front is None:
             continue
         logits, calls = front
@@ -257,39 +256,25 @@ def routers(recording: Recording, model: nn.Module) -> None:
 
 
 def _front(
-    recording: Recording, producers: dict[int, Call], wanted: tuple[Any, Any], num_experts: int, has_others: bool
+    recording: Recording, wanted: tuple[Any, Any], num_experts: int, has_others: bool
 ) -> tuple[Register, list[Call]] | None:
     """Return the scores that ids and weights of experts are made of, and the calls between; None if there is more.
 
     Args:
         num_experts: experts that there are at least, and exactly unless ``has_others``.
     """
-    found: set[int] = set()
-    scores: dict[int, Register] = {}
-
-    def visit(register: Any) -> bool:
-        call = producers.get(getattr(register, "index", -1))
-        if call is None or register.index in recording.mutated:
-            return False
-        if register.index in found or register.index in scores:
-            return True
-        if marks.is_mark(call.op):
-            scores[register.index] = register
-            return True
-        if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in call.arguments.values()):
-            return False  # a tensor may be the model's own, and change
-        found.add(register.index)
-        read = read_by(call)
-        return bool(read) and all(map(visit, read))
-
-    if not all(map(visit, wanted)) or len(scores) != 1:
+    if not all(isinstance(each, Register) for each in wanted):
         return None
-    (logits,) = scores.values()
+    front = between_marks(recording.calls, wanted)
+    if front is None or len(front[0]) != 1:
+        return None
+    (logits,), calls = front
+    if not all(map(read_by, calls)) or {logits.index, *(call.out.index for call in calls)} & recording.mutated:
+        return None
     fact, ids = recording.fact(logits), recording.fact(wanted[0])
     count = fact.shape[-1]
     fits = count >= num_experts if has_others else count == num_experts
     fits = fits and count <= MAX_EXPERTS and fact.dtype in FLOAT_DTYPES and ids.shape[-1] <= MAX_TOP_K
-    calls = [call for call in recording.calls if call.out.index in found]
     return (logits, calls) if fits and fact.numel() == count * len(ids) else None
 
 
