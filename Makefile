@@ -5,7 +5,7 @@ TESTS ?= tests
 # processes that share the tests; with several, one thread each: more would wait for each other, and where a test wants
 # more, those that wait leave the core to the other process
 JOBS ?= 2
-THREADS := $(if $(filter-out 0 1,$(JOBS)),OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive)
+THREADS = $(if $(filter-out 0 1,$(JOBS)),OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive)
 BIN := $(VENV)/bin
 # The CPU build of this torch serves development and CI; a machine with a GPU uses the torch it has (test-gpu).
 TORCH ?= torch==2.13.0
@@ -78,9 +78,11 @@ test-oldest: $(CPU_LIB) $(OLDEST_READY)
 		(test_callbacks.py and lookup) or (golden_matrix and left_padded and float32)" $(ARGS)
 
 # On a machine with a GPU and its own torch: nothing is downloaded, libraries built elsewhere are used as they are.
+# GPU_JOBS=15: so many processes share the tests, if the machine has pytest-xdist and more cores.
+test-gpu: JOBS = $(or $(GPU_JOBS),0)
 test-gpu:
 	HF_FASTPATH_BUILD=never $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
-	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q $(TESTS) $(ARGS)
+	$(THREADS) HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q $(addprefix -n ,$(GPU_JOBS)) $(TESTS) $(ARGS)
 
 # Models that are spread over two GPUs, on a machine that has them and its own torch.
 test-gpus:

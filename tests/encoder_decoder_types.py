@@ -57,6 +57,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     ),
     "encoder-decoder": dict(default=dict(encoder=_BERT, decoder=_BERT)) | _AROUND,
     "nllb-moe": dict(tie_word_embeddings=False),  # tied, a random model says one token alone
+    "fsmt": dict(src_vocab_size=4000, tgt_vocab_size=4000),
     "moonshine_streaming": dict(num_key_value_heads=4),  # the class has no default
     "prophetnet": dict(num_buckets=8, relative_max_distance=10),  # texts are longer
     "speecht5": dict(vocab_size=VOCAB),

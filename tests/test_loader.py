@@ -351,6 +351,7 @@ def test_a_broken_description_is_no_exception(text, fresh, tmp_path):
 
 def test_a_cache_that_cannot_be_used_is_a_reason(fresh, monkeypatch):
     """This holds as well for a cache without a place: HOME is unset, and nobody knows the user."""
+    pytest.importorskip("platformdirs", reason="platformdirs is not installed")
     monkeypatch.setenv("HF_FASTPATH_CACHE", "/proc/nowhere")
     monkeypatch.setattr(build, "cache_dir", lambda target, archs=(): build_cache.root() / "key")
     assert "build cache /proc/nowhere/key cannot be made" in loader.ensure("cpu", None).detail

@@ -219,19 +219,22 @@ class Fetching(Program):
         loads.append(made)
         here = {}
         for tensor in tensors:
-            place = memory[first : first + page_lock.extent(tensor)].view(tensor.dtype)
-            here[id(tensor)] = place.as_strided(tensor.shape, tensor.stride())
-            made.copies += self._parts(place, tensor.as_strided(place.shape, (1,)))
+            place = memory[first : first + page_lock.extent(tensor)]
+            here[id(tensor)] = place.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            made.copies += self._parts(place, tensor)
             first += _room(tensor)
         return here
 
-    def _parts(self, place: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the copies of one tensor, all its elements in a row: what lies on its own pages comes from there, and
-        the ends, of less than a page, from the device's memory."""
-        cuts = [(each - source.data_ptr()) // source.element_size() for each in page_lock.whole_pages(source)]
-        targets, sources = (each.tensor_split(cuts) for each in (place, source))
-        ends = [self._copy_of(sources[0]), sources[1], self._copy_of(sources[2])]
-        return [(target, each) for target, each in zip(targets, ends) if each.numel()]
+    def _parts(self, place: torch.Tensor, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the copies of one tensor, as bytes: what lies on its own pages comes from there, and the ends, of less
+        than a page, from the device's memory."""
+        elements = place.numel() // tensor.element_size()
+        source = tensor.detach().as_strided((elements,), (1,)).view(torch.uint8)
+        first, end = (each - source.data_ptr() for each in page_lock.whole_pages(tensor))
+        # PyTorch asks whether the first page of a tensor's storage is locked: one that begins behind is needed
+        inside = torch.from_numpy(source[first:end].numpy())
+        parts = zip(place.tensor_split((first, end)), (source[:first], inside, source[end:]))
+        return [(target, each if each is inside else self._copy_of(each)) for target, each in parts if each.numel()]
 
 
 def host_bytes(part: ModelPart) -> int:

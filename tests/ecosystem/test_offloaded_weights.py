@@ -314,9 +314,9 @@ def test_pages_are_locked_once_and_let_go(offload, locks, device):
     if device.type == "cpu":
         assert sum(locks.held.values()) == locked and len(locks.held) == locks.most
     else:
-        for each in passing:
-            first, end = ((place - each.data_ptr()) // each.element_size() for place in page_lock.whole_pages(each))
-            assert each.flatten()[first:end].is_pinned() and not each.is_pinned()
+        for program in programs_of(ours):
+            copied = [source for load in program._copies.loads for _, source in load.copies if source.device == CPU]
+            assert sum(source.nbytes for source in copied) == locked and all(source.is_pinned() for source in copied)
     hf_fastpath.unpatch(ours)
     assert not page_lock.locked_bytes() and not locks.held and not fetch._rings
 

@@ -1171,3 +1171,18 @@ def test_values_of_their_own_for_each_place_stay():
     before = names(recording)
     masked_writes.masked_writes(recording, model)
     assert names(recording) == before
+
+
+def test_a_number_in_the_hosts_memory_stays():
+    """On a GPU a choice would copy it there, which a graph cannot hold."""
+
+    def step(m, x, positions, cache):
+        return torch.index_put(x.sin(), [positions == positions], torch.tensor(0.5))
+
+    recording, model = recorded(step)
+    before = names(recording)
+    (call,) = calls_of(recording, _aten.index_put.default)
+    for on_a_gpu in (call.arguments["self"], *call.arguments["indices"]):
+        recording.facts[on_a_gpu.index] = recording.fact(on_a_gpu).to("meta")
+    masked_writes.masked_writes(recording, model)
+    assert names(recording) == before

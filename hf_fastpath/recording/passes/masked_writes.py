@@ -1,6 +1,7 @@
 """Pass: writes at places that a mask tells, as PyTorch's choice between two tensors.
 
 PyTorch finds such places on the host, which a graph cannot hold: T5Gemma 2 puts a vector in the place of one token's.
+It writes a number that is in the host's memory without finding places.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def masked_writes(recording: Recording, model: nn.Module) -> None:
             continue
         of_mask, x, value = map(recording.fact, (mask, given, values))
         inside = x.dim() - of_mask.dim()
-        if value.dim() > inside or value.dtype != x.dtype:
+        if value.dim() > inside or value.dtype != x.dtype or value.device != x.device:
             continue
         sizes = [*of_mask.shape, *[1] * inside]
         wide = recording.call(_aten.view.default, of_mask.reshape(sizes), self=mask, size=sizes)
