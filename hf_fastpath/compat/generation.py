@@ -168,7 +168,8 @@ def _is_slice(x: torch.Tensor) -> bool:
 
 def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> Any:
     """Run the prompt as ``GenerationMixin._sample`` does."""
-    with _FoldedRows() if input_ids.device.type == "cpu" else nullcontext():
+    is_slow = input_ids.device.type == "cpu" and model.dtype in (torch.float16, torch.bfloat16)
+    with _FoldedRows() if is_slow else nullcontext():  # a mode costs every call of a forward microseconds
         return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 

@@ -19,10 +19,12 @@ from ..reasons import Cause
 
 #: tokens of the prompt, and steps after it
 _PROMPT, _STEPS = 8, 3
-#: how many times the twin's difference from stock a model may show
+#: how many times the twin's difference from stock, or stock's own noise, a model may show
 _TIMES = 3.0
 #: a larger difference is no rounding, whatever the twin showed
 _MOST = 0.25
+#: nor is one that is larger than this, whatever noise stock itself shows: wrong logits are 1.4 away from right ones
+_MOST_OF_NOISE = 0.5
 #: layers of the twin, and features of its embeddings
 _TWINS_LAYERS, _TWINS_WIDTH = 2, 64
 #: places of an encoder's output that is random, too
@@ -52,41 +54,78 @@ def _in_float32(value: Any) -> Any:
     return value.float() if is_short else value
 
 
+class _Trial:
+    """Random tokens for a model, and a random output of its encoder if it has one.
+
+    Attributes:
+        tokens: [1, prompt and steps, ...].
+        output: [1, places, features] of the encoder, or None.
+    """
+
+    def __init__(self, part: Any):
+        self.part, self.device = part, part.embedding.weight.device
+        generator = torch.Generator().manual_seed(0)
+        shape = 1, _PROMPT + _STEPS, *part.token_shape
+        self.tokens = torch.randint(part.vocab_size, shape, generator=generator, device="cpu").to(self.device)
+        self.output = None
+        if part.has_encoder:
+            shape = 1, _ENCODED, compat.encoder_width(part.source)
+            output = torch.randn(shape, generator=generator, device="cpu")
+            self.output = output.to(self.device, part.embedding.weight.dtype)
+
+    def caches(self) -> tuple[FastpathCache, Any]:
+        """Make an empty cache; return it, and what the model's forward takes for it."""
+        cache = FastpathCache(self.part.source.config)
+        del cache.layers[len(self.part.kinds) :]
+        return cache, cache if self.output is None else compat.over_encoder(cache)
+
+    def stock(self, first: int, end: int, whole: Any) -> torch.Tensor:
+        """Run the model's own forward over some of the tokens; return their logits."""
+        with _WideAttention() if self.device.type == "cuda" else nullcontext():
+            return compat.forward_over(self.part.source, self.tokens[:, first:end], whole, self.output).float()
+
+    def mean_of(self, differences: list[float]) -> float:
+        """Return the mean of the steps' differences; of a model with experts the smallest, since a router may choose
+        otherwise between two experts whose scores are equal but for rounding."""
+        return min(differences) if self.part.has_experts else sum(differences) / len(differences)
+
+
+def _ratio(found: torch.Tensor, stock: torch.Tensor) -> float:
+    return float((found - stock).abs().mean() / stock.abs().mean().clamp_min(1e-30))
+
+
 def difference(part: Any, plans: PlanCache) -> float:
     """Return mean|ours - stock| of logits over mean|stock|, of random tokens and, if the model has an encoder, behind a
-    random output of it; of a model with experts the smallest of a few steps, since a router may choose otherwise
-    between two experts whose scores are equal but for rounding."""
-    model, device = part.source, part.embedding.weight.device
-    attention = _WideAttention() if device.type == "cuda" else nullcontext()
-    generator = torch.Generator().manual_seed(0)
-    shape = 1, _PROMPT + _STEPS, *part.token_shape
-    tokens = torch.randint(part.vocab_size, shape, generator=generator, device="cpu").to(device)
-    found = []
+    random output of it."""
+    trial, found, read = _Trial(part), [], None
     with torch.no_grad():
-        cache = FastpathCache(model.config)
-        del cache.layers[len(part.kinds) :]
-        whole, output, read = cache, None, None
-        if part.has_encoder:
-            whole = compat.over_encoder(cache)
-            shape = 1, _ENCODED, compat.encoder_width(model)
-            output = torch.randn(shape, generator=generator, device="cpu").to(device, part.embedding.weight.dtype)
-        with attention:
-            compat.forward_over(model, tokens[:, :_PROMPT], whole, output)
+        cache, whole = trial.caches()
+        trial.stock(0, _PROMPT, whole)
         stock_cache = copy.deepcopy(whole)
         plan = plans.decode_plan(part, 1, cache)
         try:
-            if output is not None:
-                read = Encoded.of(whole, Seen.all_of(_ENCODED, 1, device))
-            plan.begin(cache, torch.tensor([_PROMPT], device=device), None, encoded=read)
+            if trial.output is not None:
+                read = Encoded.of(whole, Seen.all_of(_ENCODED, 1, trial.device))
+            plan.begin(cache, torch.tensor([_PROMPT], device=trial.device), None, encoded=read)
             for place in range(_PROMPT, _PROMPT + _STEPS):
-                ours = plan.step(tokens[:, place]).float()
-                with attention:
-                    stock = compat.forward_over(model, tokens[:, place : place + 1], stock_cache, output)[:, -1].float()
-                found.append(float((ours - stock).abs().mean() / stock.abs().mean().clamp_min(1e-30)))
+                ours = plan.step(trial.tokens[:, place]).float()
+                found.append(_ratio(ours, trial.stock(place, place + 1, stock_cache)[:, -1]))
         finally:
             plan.end()
-    has_experts = part.has_experts
-    return min(found) if has_experts else sum(found) / len(found)
+    return trial.mean_of(found)
+
+
+def own_difference(part: Any) -> float:
+    """Return what :func:`difference` returns, of stock that reads the same tokens at once, in the place of ours."""
+    trial, found = _Trial(part), []
+    with torch.no_grad():
+        at_once = trial.stock(0, _PROMPT + _STEPS, trial.caches()[1])
+        whole = trial.caches()[1]
+        trial.stock(0, _PROMPT, whole)
+        for place in range(_PROMPT, _PROMPT + _STEPS):
+            stock = trial.stock(place, place + 1, whole)[:, -1]
+            found.append(_ratio(at_once[:, place - _PROMPT - _STEPS], stock))
+    return trial.mean_of(found)
 
 
 def reason_against(part: Any, plans: PlanCache) -> Cause | None:
@@ -97,13 +136,11 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
         plans: of the model.
     """
     if part.verdict is None:
-        least = _ROUNDINGS * torch.finfo(part.embedding.weight.dtype).eps
-        growth = max(1.0, len(part.layers) / _TWINS_LAYERS) ** 0.5  # so roundings of successive layers add up
-        if part.embedding.weight.dtype == torch.float32:  # and those of long sums, which are rounded once in 16 bits
-            growth *= max(1.0, part.embedding.weight.shape[1] / _TWINS_WIDTH) ** 0.5
-        allowed = min(_MOST, _TIMES * growth * max(part.architecture.twins_difference, least))
         try:
             found = difference(part, plans)
+            allowed = _allowed(part)
+            if found > allowed and part.ranks is None:  # all ranks would have to run the model's forward
+                allowed = max(allowed, min(_TIMES * own_difference(part), _MOST_OF_NOISE))
         except RankError:  # no verdict: other ranks are lost
             raise
         except Exception as error:  # nobody has tried this model's steps: anything may be raised
@@ -112,3 +149,13 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
         text = f"its logits differ from stock's by {found:.1e} of their size, {allowed:.1e} are allowed"
         part.verdict = (None if found <= allowed else Cause("not_proven", text, part.module),)
     return part.verdict[0]
+
+
+def _allowed(part: Any) -> float:
+    """Return the difference that the twin's own and the model's size allow."""
+    dtype, width = part.embedding.weight.dtype, part.embedding.weight.shape[1]
+    growth = max(1.0, len(part.layers) / _TWINS_LAYERS) ** 0.5  # so roundings of successive layers add up
+    if dtype == torch.float32:  # and those of long sums, which are rounded once in 16 bits
+        growth *= max(1.0, width / _TWINS_WIDTH) ** 0.5
+    least = _ROUNDINGS * torch.finfo(dtype).eps
+    return min(_MOST, _TIMES * growth * max(part.architecture.twins_difference, least))

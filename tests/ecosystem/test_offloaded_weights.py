@@ -314,9 +314,10 @@ def test_pages_are_locked_once_and_let_go(offload, locks, device):
     if device.type == "cpu":
         assert sum(locks.held.values()) == locked and len(locks.held) == locks.most
     else:
-        for program in programs_of(ours):
-            copied = [source for load in program._copies.loads for _, source in load.copies if source.device == CPU]
+        for copies in [program._copies for program in programs_of(ours)]:
+            copied = [source for load in copies.loads for _, source in load.copies if source.device == CPU]
             assert sum(source.nbytes for source in copied) == locked and all(source.is_pinned() for source in copied)
+        del copies, copied
     hf_fastpath.unpatch(ours)
     assert not page_lock.locked_bytes() and not locks.held and not fetch._rings
 

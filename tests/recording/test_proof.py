@@ -1,9 +1,14 @@
-"""How the proof of a recorded step runs stock code."""
+"""How the proof of a recorded step runs stock code, and what it allows."""
 
+import pytest
 import torch
+from causal_lm_types import small_model
 from torch.nn.functional import linear
 from torch.nn.functional import scaled_dot_product_attention as attention
 
+import hf_fastpath
+from hf_fastpath.patching.state import state_of
+from hf_fastpath.recording import proof
 from hf_fastpath.recording.proof import _WideAttention
 
 
@@ -21,3 +26,32 @@ def test_attention_of_16_bits_runs_in_float32_and_nothing_else_does():
     assert all(torch.equal(each, one.bfloat16()) for each, one in zip(found, expected))
     assert torch.equal(in_float32, expected[0]) and torch.equal(attention(q, k, v, attn_mask=mask), narrow)
     assert not torch.equal(narrow, found[0])
+
+
+@pytest.fixture(scope="module", params=["glm4", "qwen3_5_text", "mamba2"])
+def part(request):
+    """A recorded model in its roles."""
+    model = hf_fastpath.patch(small_model(request.param), quiet=True)
+    return state_of(model).plans.part_of(model)
+
+
+def test_stocks_own_noise_is_rounding(part, monkeypatch):
+    assert 0 < proof.own_difference(part) < 1e-5
+    step = proof.compat.forward_over
+    monkeypatch.setattr(
+        proof.compat, "forward_over", lambda model, ids, *rest: step(model, ids, *rest) * (1 + (ids.shape[1] == 1))
+    )
+    assert proof.own_difference(part) == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("found", "noise", "allowed"),
+    [(0.3, 0.15, True), (0.3, 0.05, False), (0.45, 0.4, True), (0.55, 0.4, False), (1e-7, 0.0, True)],
+)
+def test_a_model_may_be_as_far_from_stock_as_its_own_noise_tells(part, monkeypatch, found, noise, allowed):
+    monkeypatch.setattr(proof, "difference", lambda *_: found)
+    monkeypatch.setattr(proof, "own_difference", lambda _: noise)
+    monkeypatch.setattr(part, "verdict", None)
+    reason = proof.reason_against(part, None)
+    assert (reason is None) == allowed
+    assert allowed or f"by {found:.1e} of their size, {min(3 * noise, 0.5):.1e} are allowed" in reason.what
