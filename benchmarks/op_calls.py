@@ -39,6 +39,11 @@ def drawn(*shape: int, std: float = 1.0) -> Callable[[torch.device, torch.dtype]
     return lambda device, dtype: torch.randn(shape, device=device, dtype=dtype) * std
 
 
+def stream(*shape: int) -> Callable[[torch.device, torch.dtype], torch.Tensor]:
+    """Draw a random residual stream in float32 for each set."""
+    return lambda device, dtype: torch.randn(shape, device=device)
+
+
 def sample_of(*parts, **named) -> Callable[[torch.device, torch.dtype], Sample]:
     """Make arguments; those that are callables are drawn for each set."""
 

@@ -33,6 +33,7 @@ from op_calls import (
     sample_of,
     state_space_call,
     step_call,
+    stream,
     swiglu_call,
 )
 
@@ -219,6 +220,10 @@ SHAPES: dict[str, list[Call]] = {
         race_call("gpt2 50257, top-k 50, top-p", 50257, 0.8, 50, 0.95, 0.0),
         race_call("llama-3.2 128256, top-k 50, top-p, batch 8", 128256, 0.8, 50, 0.95, 0.0, batch=8),
         race_call("llama-3.2 128256, top-p, batch 8", 128256, 0.8, 0, 0.95, 0.0, batch=8),
+    ],
+    "add_rms_norm": [
+        Call("mamba2-2.7b 2560", sample_of(drawn(1, 1, 2560), stream(1, 1, 2560), drawn(2560), 1e-5)),
+        Call("mamba2-2.7b 512x2560", sample_of(drawn(512, 2560), stream(512, 2560), drawn(2560), 1e-5)),
     ],
     "rms_norm": [
         Call("mistral 1x4096", sample_of(drawn(1, 1, 4096), drawn(4096), 1e-5)),

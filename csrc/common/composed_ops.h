@@ -14,6 +14,21 @@ inline void check_residual(const Tensor& x, const std::optional<Tensor>& residua
       "hf_fastpath::", op, ": residual has to be of x's shape and dtype");
 }
 
+// Refuses a factor of x's norm that is not one number of x's dtype.
+inline void check_factor(const Tensor& x, const std::optional<Tensor>& factor, const char* op) {
+  STD_TORCH_CHECK(!factor || (factor->numel() == 1 && dtype_of(*factor, op) == dtype_of(x, op)),
+                  "hf_fastpath::", op, ": factor has to be one number of x's dtype");
+}
+
+// Refuses what add_rms_norm cannot add and norm.
+inline void check_added(const Tensor& x, const Tensor& residual, const Tensor& weight, const char* op) {
+  STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(x.dim() - 1) &&
+                      dtype_of(weight, op) == dtype_of(x, op),
+                  "hf_fastpath::", op, ": weight does not match x's last dimension and dtype");
+  STD_TORCH_CHECK(sizes_of(residual) == sizes_of(x) && dtype_of(residual, op) == DType::kFloat32,
+                  "hf_fastpath::", op, ": residual has to be float32, of x's shape");
+}
+
 // Refuses weights of norms over queries and keys that do not fit. Returns whether a norm is of all heads at
 // once, not of each by itself.
 inline bool check_head_norms(const std::optional<Tensor>& q_norm_weight,
@@ -85,9 +100,10 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
 }
 
 #define HF_FASTPATH_COMPOSED_OPS(device)                                                                     \
-  Tensor rms_norm_##device(const Tensor& x, const Tensor& weight, double eps,                                \
-                           const std::optional<Tensor>& residual = std::nullopt, double weight_offset = 0.0, \
-                           bool programmatic_launch = false);                                                \
+  Tensor rms_norm_##device(const Tensor& x, const std::optional<Tensor>& weight, double eps,                 \
+                           const std::optional<Tensor>& residual, double weight_offset = 0.0,                \
+                           bool programmatic_launch = false,                                                 \
+                           const std::optional<Tensor>& factor = std::nullopt);                              \
   Tensor layer_norm_##device(const Tensor& x, const std::optional<Tensor>& weight,                           \
                              const std::optional<Tensor>& bias, double eps,                                  \
                              const std::optional<Tensor>& residual = std::nullopt);                          \

@@ -13,9 +13,10 @@
 namespace hf_fastpath {
 
 // x and out: [rows, columns] contiguous. weight and bias: [columns] or null (1 and 0). residual, like x or
-// null, is added to what was rounded.
+// null, is added to what was rounded; factor, [1] or null, multiplies what was rounded then.
 template <class T>
 struct NormParams {
+  using Element = T;
   const T* x;
   const T* weight;
   const T* bias;
@@ -26,6 +27,7 @@ struct NormParams {
   float eps;
   float weight_offset;       // of rms_norm: the factor is this + weight
   bool programmatic_launch;  // of rms_norm: the weight may be read before the kernel in front is complete
+  const T* factor;           // of rms_norm
 };
 
 // Chunks a thread keeps: 8 elements each in half precision, so 1024 threads hold rows of 32768 elements.
@@ -60,6 +62,11 @@ __device__ __forceinline__ void store_normed(const NormParams<T>& p, int i, floa
 #pragma unroll
     for (int e = 0; e < kElems; ++e) y[e] = to_float(from_float<T>(y[e])) + more[e];
   }
+  if (p.factor) {
+    const float factor = to_float(*p.factor);
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) y[e] = to_float(from_float<T>(y[e])) * factor;
+  }
   C::store(p.out + at, y);
 }
 
@@ -84,8 +91,9 @@ struct Row {
 // Launches `kernel` families by the number of chunks a thread keeps. `Launch::run<T, kElems, kChunks>(params,
 // grid, block, stream)` starts one; kChunks = 0 is the variant that reads x again for each use, for rows that
 // fit nowhere.
-template <class Launch, class T>
-void launch_norm(const NormParams<T>& p, cudaStream_t stream) {
+template <class Launch, class Params>
+void launch_norm(const Params& p, cudaStream_t stream) {
+  using T = typename Params::Element;
   if (p.rows == 0 || p.columns == 0) return;
   constexpr int kElems = kVecElems<T>;
   const bool aligned = p.columns % kElems == 0 && is_aligned16(p.x) && is_aligned16(p.out) &&

@@ -96,7 +96,7 @@ void launch_layer_norm(const void* x, const void* weight, const void* bias, cons
     launch_norm<LayerNorm>(
         NormParams<T>{static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias),
                       static_cast<const T*>(residual), static_cast<T*>(out), rows, static_cast<int>(columns),
-                      eps, 0.f, false},
+                      eps, 0.f, false, nullptr},
         stream);
   });
 }

@@ -1,6 +1,6 @@
 // What: (weight_offset + weight) * x / sqrt(mean(x^2) + eps) over each row, statistics and product in
 // float32,
-//   rounded once; plus residual, if any, rounded again.
+//   rounded once; plus residual, if any, rounded again; times one factor, if any, rounded again.
 // Work split: one block a row, up to 1024 threads of 1 to 4 chunks of 16 bytes held in registers; longer rows
 //   are read twice.
 // Traffic: (2 * rows + 1) * columns * sizeof(T), a third of each row with residual; the weight stays in L2.
@@ -22,7 +22,8 @@ __device__ __forceinline__ void norm_of_a_step(const NormParams<T>& p, const T* 
   const bool present = i < p.columns;
   const int64_t at = blockIdx.x * int64_t(p.columns) + i;
   allow_next_kernel();
-  const auto weight = present ? C::load_shared_line(p.weight + i) : C::zero();
+  const auto weight = present && p.weight ? C::load_shared_line(p.weight + i) : C::zero();
+  const float factor = p.factor ? to_float(*p.factor) : 1.f;
   wait_for_previous_kernel();
   const auto raw = present ? C::load_l2(x + i) : C::zero();
   const auto residual = present && p.residual ? C::load_l2(p.residual + at) : C::zero();
@@ -38,6 +39,7 @@ __device__ __forceinline__ void norm_of_a_step(const NormParams<T>& p, const T* 
   for (int e = 0; e < kElems; ++e) {
     values[e] *= scale * (factors[e] + p.weight_offset);
     if (p.residual) values[e] = to_float(from_float<T>(values[e])) + more[e];
+    if (p.factor) values[e] = to_float(from_float<T>(values[e])) * factor;
   }
   C::store(p.out + at, values);
 }
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(kMaxNormThreads) rms_norm_kernel(NormParams<T>
 
   const auto emit = [&](int i, const float (&values)[kElems], float scale) {
     float weight[kElems], y[kElems];
-    C::unpack(C::load_readonly(p.weight + i), weight);
+    C::unpack(p.weight ? C::load_readonly(p.weight + i) : C::zero(), weight);
 #pragma unroll
     for (int e = 0; e < kElems; ++e) y[e] = values[e] * scale * (weight[e] + p.weight_offset);
     store_normed(p, i, y);
@@ -100,15 +102,17 @@ struct RmsNorm {
 
 }  // namespace
 
-void launch_rms_norm(const void* x, const void* weight, const void* residual, void* out, int64_t rows,
-                     int64_t columns, float eps, float weight_offset, bool programmatic_launch, DType dtype,
-                     cudaStream_t stream) {
+void launch_rms_norm(const void* x, const void* weight, const void* residual, const void* factor, void* out,
+                     int64_t rows, int64_t columns, float eps, float weight_offset, bool programmatic_launch,
+                     DType dtype, cudaStream_t stream) {
+  const float offset = weight ? weight_offset : 1.f;
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    launch_norm<RmsNorm>(NormParams<T>{static_cast<const T*>(x), static_cast<const T*>(weight), nullptr,
-                                       static_cast<const T*>(residual), static_cast<T*>(out), rows,
-                                       static_cast<int>(columns), eps, weight_offset, programmatic_launch},
-                         stream);
+    launch_norm<RmsNorm>(
+        NormParams<T>{static_cast<const T*>(x), static_cast<const T*>(weight), nullptr,
+                      static_cast<const T*>(residual), static_cast<T*>(out), rows, static_cast<int>(columns),
+                      eps, offset, programmatic_launch, static_cast<const T*>(factor)},
+        stream);
   });
 }
 

@@ -36,6 +36,15 @@ float sum_of_squares(const typename Element::Storage* x, int64_t n) {
                                       _mm256_add_ps(accumulators[2], accumulators[3])));
 }
 
+// out[0..count) *= factor, of what was rounded already: rounded again.
+template <class Element>
+void scale_row(const typename Element::Storage* factor, int64_t count, typename Element::Storage* out) {
+  const __m256 by = _mm256_set1_ps(_mm256_cvtss_f32(Element::load(factor, 1)));
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) Element::store(out + i, _mm256_mul_ps(Element::load(out + i), by));
+  if (i < count) Element::store(out + i, _mm256_mul_ps(Element::load(out + i, count - i), by), count - i);
+}
+
 template <class Element>
 void norm_rows(const RmsNormArgs& args, int64_t begin, int64_t end) {
   using Storage = typename Element::Storage;
@@ -46,19 +55,23 @@ void norm_rows(const RmsNormArgs& args, int64_t begin, int64_t end) {
     auto* out = static_cast<Storage*>(args.out) + row * n;
     const float mean = sum_of_squares<Element>(x, n) / static_cast<float>(n);
     const float denominator = _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + static_cast<float>(args.eps))));
-    const __m256 scale = _mm256_set1_ps(1.0f / denominator), offset = _mm256_set1_ps(args.weight_offset);
+    const __m256 scale = _mm256_set1_ps(1.0f / denominator);
+    const __m256 offset = _mm256_set1_ps(weight == nullptr ? 1.0f : args.weight_offset);
+    const __m256 zero = _mm256_setzero_ps();
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
       const __m256 normed = _mm256_mul_ps(Element::load(x + i), scale);
-      Element::store(out + i, _mm256_mul_ps(normed, _mm256_add_ps(Element::load(weight + i), offset)));
+      const __m256 more = weight == nullptr ? zero : Element::load(weight + i);
+      Element::store(out + i, _mm256_mul_ps(normed, _mm256_add_ps(more, offset)));
     }
     if (i < n) {
       const __m256 normed = _mm256_mul_ps(Element::load(x + i, n - i), scale);
-      const __m256 factor = _mm256_add_ps(Element::load(weight + i, n - i), offset);
-      Element::store(out + i, _mm256_mul_ps(normed, factor), n - i);
+      const __m256 more = weight == nullptr ? zero : Element::load(weight + i, n - i);
+      Element::store(out + i, _mm256_mul_ps(normed, _mm256_add_ps(more, offset)), n - i);
     }
     if (args.residual != nullptr)
       add_row<Element>(static_cast<const Storage*>(args.residual) + row * n, n, out);
+    if (args.factor != nullptr) scale_row<Element>(static_cast<const Storage*>(args.factor), n, out);
   }
 }
 

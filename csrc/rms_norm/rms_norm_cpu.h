@@ -9,12 +9,13 @@ struct RmsNormArgs {
   DType dtype;    // of x, weight and out
   const void* x;  // [rows, hidden_size], rows `x_stride` elements apart
   int64_t x_stride;
-  const void* weight;    // [hidden_size]
+  const void* weight;    // [hidden_size], or null for ones
   const void* residual;  // [rows, hidden_size], contiguous, or null
+  const void* factor;    // [1], or null: multiplies what was rounded
   void* out;             // [rows, hidden_size], contiguous
   int64_t hidden_size;
   double eps;
-  float weight_offset;  // the factor is this + weight
+  float weight_offset;  // what multiplies x is this + weight
 };
 
 // Norms rows [begin, end).

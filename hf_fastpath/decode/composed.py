@@ -21,11 +21,6 @@ def unit_offset_layer_norm(
     return nn.functional.layer_norm(x, weight.shape, 1 + weight, bias, eps)
 
 
-def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the RMS norm without a weight, in float32 and rounded once."""
-    return nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
-
-
 def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Put features side by side."""
     return torch.cat((q, k, v), dim=-1)

@@ -4,6 +4,7 @@
 instead of their names.
 """
 
+from .add_rms_norm import SPEC as add_rms_norm
 from .append_attention import SPEC as append_attention
 from .decode_attention import SPEC as decode_attention
 from .decode_layers import SPEC as decode_layers
@@ -42,6 +43,7 @@ from .sum_ranks import SPEC as sum_ranks
 from .topk_softmax import SPEC as topk_softmax
 
 __all__ = [
+    "add_rms_norm",
     "append_attention",
     "decode_attention",
     "decode_layers",

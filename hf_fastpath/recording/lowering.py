@@ -104,28 +104,20 @@ class Lowering:
             return self._emit(ops.packed_gemv.overload, x=x, **self._quantized.arguments(weight), **how)
         return self._emit(ops.gemv.overload, x=x, weight=weight, transposed=transposed, **how)
 
-    def _head_products(self, call: Call, x, weight) -> Any:
-        return self._emit(
-            ops.head_products.overload, x=x, weight=weight, programmatic_launch=self._at.programmatic_launch
-        )
-
-    def _router_logits(self, call: Call, x, weight) -> Any:
-        return self._emit(
-            ops.router_logits.overload, x=x, weight=weight, programmatic_launch=self._at.programmatic_launch
-        )
-
-    def _normed(self, call: Call, x, norm, unit_offset=False, residual=None) -> Any:
+    def _normed(self, call: Call, x, norm, unit_offset=False, residual=None, factor=None) -> Any:
         if norm.kind == NormKind.LAYER and unit_offset:
             op = composed.unit_offset_layer_norm
             return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
         if norm.kind == NormKind.LAYER:
             op = ops.layer_norm.overload
             return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps, residual=residual)
-        if norm.weight is None:
-            return self._emit(composed.plain_norm, x=x, eps=norm.eps)
-        how = dict(eps=norm.eps, residual=residual, weight_offset=1.0 if unit_offset else 0.0)
+        how = dict(eps=norm.eps, residual=residual, weight_offset=1.0 if unit_offset else 0.0, factor=factor)
         how |= dict(programmatic_launch=self._at.programmatic_launch)
         return self._emit(ops.rms_norm.overload, x=x, weight=norm.weight, **how)
+
+    def _add_normed(self, call: Call, x, residual, norm) -> Any:
+        how = dict(weight=norm.weight, eps=norm.eps, programmatic_launch=self._at.programmatic_launch)
+        return self._emit(ops.add_rms_norm.overload, x=x, residual=residual, **how)
 
     def _view(self, call: Call, /, **arguments) -> Any:
         # the tensor that is viewed may lie in another order than the recorded one did
@@ -357,6 +349,18 @@ def run_experts(
     return ops.fused_experts.overload(x, ids.long() - first_expert, weights.float(), *stacks, residual, *settings)
 
 
+def _as_given(op: Any) -> Callable[..., Any]:
+    """Make the rule of a mark whose arguments are those of an op."""
+    return lambda self, call, **arguments: self._emit(op.overload, **arguments)
+
+
+def _overlapping(op: Any) -> Callable[..., Any]:
+    """Make the rule of a mark whose arguments are those of an op that may start while the kernel in front runs."""
+    return lambda self, call, **arguments: self._emit(
+        op.overload, **arguments, programmatic_launch=self._at.programmatic_launch
+    )
+
+
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.view.default: Lowering._view,
     _aten._unsafe_view.default: Lowering._view,
@@ -364,12 +368,11 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
         marks.text_positions, lengths=self._at.seq_lens, query_len=query_len
     ),
     marks.linear: Lowering._linear,
-    marks.joined_linear: lambda self, call, **arguments: self._emit(
-        ops.joined_gemv.overload, **arguments, programmatic_launch=self._at.programmatic_launch
-    ),
-    marks.head_products: Lowering._head_products,
-    marks.router_logits: Lowering._router_logits,
+    marks.joined_linear: _overlapping(ops.joined_gemv),
+    marks.head_products: _overlapping(ops.head_products),
+    marks.router_logits: _overlapping(ops.router_logits),
     marks.normed: Lowering._normed,
+    marks.add_normed: Lowering._add_normed,
     marks.append: Lowering._append,
     marks.attend: Lowering._attend,
     marks.attend_encoded: Lowering._attend_encoded,
@@ -378,20 +381,14 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     marks.sigmoid_gated: lambda self, call, x, gate: self._emit(
         ops.fused_swiglu.overload, gate=gate, up=x, activation=Activation.SIGMOID
     ),
-    marks.glu: lambda self, call, **arguments: self._emit(ops.fused_swiglu.overload, **arguments),
+    marks.glu: _as_given(ops.fused_swiglu),
     marks.angles: Lowering._angles,
     marks.rotated_attention: Lowering._rotated,
     marks.projected_attention: Lowering._projected,
-    marks.short_convolution: lambda self, call, **arguments: self._emit(ops.short_convolution.overload, **arguments),
-    marks.gated_delta_step: lambda self, call, **arguments: self._emit(
-        ops.gated_delta_step.overload, **arguments, programmatic_launch=self._at.programmatic_launch
-    ),
-    marks.selective_state_step: lambda self, call, **arguments: self._emit(
-        ops.selective_state_step.overload, **arguments
-    ),
-    marks.gated_norm: lambda self, call, **arguments: self._emit(
-        ops.gated_rms_norm.overload, **arguments, programmatic_launch=self._at.programmatic_launch
-    ),
+    marks.short_convolution: _as_given(ops.short_convolution),
+    marks.gated_delta_step: _overlapping(ops.gated_delta_step),
+    marks.selective_state_step: _as_given(ops.selective_state_step),
+    marks.gated_norm: _overlapping(ops.gated_rms_norm),
     marks.experts: Lowering._experts,
     marks.routed_experts: Lowering._routed_experts,
     marks.scaled_experts: Lowering._scaled_experts,

@@ -42,8 +42,9 @@ def joined_linear(x, weights, norm=None):
     return torch.cat([linear(x, weight, norm=norm) for weight in weights], dim=-1)
 
 
-def normed(x, norm: Norm, unit_offset=False, residual=None):
-    """Return ``residual + norm(x)`` over the last dimension; with ``unit_offset`` the factor is ``1 + weight``."""
+def normed(x, norm: Norm, unit_offset=False, residual=None, factor=None):
+    """Return ``factor * (residual + norm(x))`` over the last dimension; with ``unit_offset`` the norm multiplies by
+    ``1 + weight``."""
     size, weight = x.shape[-1:], norm.weight
     if weight is not None and (unit_offset or norm.kind == NormKind.RMS_OFFSET):
         weight = 1 + weight
@@ -51,7 +52,13 @@ def normed(x, norm: Norm, unit_offset=False, residual=None):
         out = nn.functional.layer_norm(x, size, weight, norm.bias, norm.eps)
     else:
         out = nn.functional.rms_norm(x, size, weight, norm.eps)
-    return out if residual is None else residual + out
+    out = out if residual is None else residual + out
+    return out if factor is None else out * factor
+
+
+def add_normed(x, residual, norm: Norm):
+    """Return the RMS norm of ``residual + x``, and this sum, see ``ops.add_rms_norm``."""
+    return ops.add_rms_norm.reference(x, residual, norm.weight, norm.eps)
 
 
 def activated(x, activation: Activation):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recordings import WIDTH, Of, assert_same, calls_of, linear, logits, names, parameter, recorded
+from recordings import WIDTH, Decoder, Of, assert_same, calls_of, linear, logits, names, parameter, recorded
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -18,12 +18,15 @@ from hf_fastpath.recording.passes import (
     joined_products,
     masked_writes,
     modules,
+    norms,
     output_gates,
     products,
     products_of_heads,
     scaled_experts,
     views,
 )
+from hf_fastpath.recording.skeleton import Skeleton
+from hf_fastpath.recording.step import record
 
 _aten = torch.ops.aten
 functional = nn.functional
@@ -869,10 +872,23 @@ def test_plain_mlps(act):
     recording, model = recorded(
         lambda m, x, *_: m.down(m.act(m.up(x))), act=act, up=linear(24, bias=True), down=linear(given=24, bias=True)
     )
-    assert_same(recording, model, [*FEED_FORWARD, products.gates])
+    assert_same(recording, model, [*FEED_FORWARD, products.activations])
     assert names(recording) == ["linear", "linear"]
     up, down = calls_of(recording, marks.linear)
     assert up.arguments["activation"] != Activation.NONE and "activation" not in down.arguments
+
+
+def test_a_gate_of_what_is_no_product():
+    """Gemma 4 lets through what its table of embeddings holds of a layer."""
+
+    def step(m, x, positions, cache):
+        return m.down(m.act(m.gate(x)) * m.table[positions])
+
+    parts = dict(act=nn.GELU("tanh"), gate=linear(24), down=linear(given=24), table=parameter(64, 24))
+    recording, model = recorded(step, **parts)
+    passes = [*FEED_FORWARD, products.gates, output_gates.activated_gates, products.activations]
+    assert_same(recording, model, passes)
+    assert names(recording)[-4:] == ["linear", "index", "glu", "linear"] and "mul" not in names(recording)
 
 
 @pytest.mark.parametrize("side", ("left", "right"))
@@ -1186,3 +1202,51 @@ def test_a_number_in_the_hosts_memory_stays():
         recording.facts[on_a_gpu.index] = recording.fact(on_a_gpu).to("meta")
     masked_writes.masked_writes(recording, model)
     assert names(recording) == before
+
+
+# ---- what stands beside norms ---------------------------------------------------------------------------------------
+
+
+class _Stream(nn.Module):
+    """Two layers that add to a residual stream in float32, as Mamba's do in 16 bits."""
+
+    def __init__(self, reads_the_sum: bool = False):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH, eps=1e-5) for _ in range(2))
+        self.products = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.reads_the_sum = reads_the_sum
+
+    def forward(self, x, positions, cache):
+        stream, more = x.float(), 0
+        for norm, product in zip(self.norms, self.products):
+            rounded = stream.to(x.dtype)
+            more = more + rounded if self.reads_the_sum else more
+            stream = stream + product(norm(rounded))
+        return stream.to(x.dtype) + more
+
+
+@pytest.mark.parametrize("reads_the_sum", (False, True))
+def test_residual_streams_in_float32(reads_the_sum):
+    model = Decoder(_Stream(reads_the_sum)).bfloat16()
+    recording = record(Skeleton(model), 1, 1)
+    recording.drop_unread()
+    for each in (modules.functions, products.unflattened, views.no_change, norms.wide_residuals):
+        each(recording, model)
+    made = calls_of(recording, marks.add_normed)
+    assert len(made) == (0 if reads_the_sum else 1)
+    for call in made:
+        assert recording.fact(call.arguments["residual"]).dtype == torch.float32
+        assert recording.fact(call.arguments["x"]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("of", "is_one"), [(1, True), (WIDTH, False)])
+def test_a_learned_factor_behind_a_norm(of, is_one):
+    def step(m, x, positions, cache):
+        return (x + m.norm(m.up(x))) * m.factor
+
+    recording, model = recorded(step, norm=nn.RMSNorm(WIDTH, eps=1e-6), up=linear(), factor=parameter(of))
+    passes = [modules.functions, products.unflattened, views.no_change, products.residuals, norms.norm_factors]
+    assert_same(recording, model, passes)
+    assert names(recording) == ["linear", "normed"] + ([] if is_one else ["mul"])
+    (call,) = calls_of(recording, marks.normed)
+    assert call.arguments["residual"] is not None and ("factor" in call.arguments) == is_one

@@ -41,8 +41,9 @@ def output_gates(recording: Recording, model: nn.Module) -> None:
     recording.rewrite(instead, {})
 
 
-def gathered_gates(recording: Recording, model: nn.Module) -> None:
-    """Pass: make ``activation(gate) * up`` of features that all ranks have gathered one call."""
+def activated_gates(recording: Recording, model: nn.Module) -> None:
+    """Pass: make ``activation(gate) * up`` one call if the gate is a product, or both are parts of what all ranks have
+    gathered."""
     producers, users = recording.producers(), recording.users()
     instead: dict[int, list[Call]] = {}
 
@@ -62,7 +63,9 @@ def gathered_gates(recording: Recording, model: nn.Module) -> None:
                 continue
             gate, activation = acted.arguments["x"], acted.arguments["activation"]
             of_gate = whole(gate)
-            if of_gate is None or of_gate.op is not gathered or of_gate is not whole(up) or activation not in GATES:
+            if of_gate is None or activation not in GATES:
+                continue
+            if of_gate.op is not marks.linear and not (of_gate.op is gathered and of_gate is whole(up)):
                 continue
             if _fit(recording, call.out, up, gate):
                 glu = Call(marks.glu, {"gate": gate, "up": up, "activation": activation}, call.out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -202,15 +203,8 @@ def is_bare(call: Call) -> bool:
 
 
 def gates(recording: Recording, model: nn.Module) -> None:
-    """Pass: make one call of ``activation(x @ gate) * (x @ up)``, and of a product and the activation behind it."""
-    producers, users = recording.producers(), recording.users()
-    instead: dict[int, list[Call]] = {}
-
-    def only(register: Any, op: Any) -> Call | None:
-        """Return the call that makes ``register`` if the call is of ``op`` and has no other reader; else None."""
-        call = producers.get(register.index) if isinstance(register, Register) else None
-        return call if call is not None and call.op is op and len(users[register.index]) == 1 else None
-
+    """Pass: make one call of ``activation(x @ gate) * (x @ up)``."""
+    only, instead = _only_reader(recording), {}
     for call in recording.calls:
         if call.op is not _aten.mul.Tensor:
             continue
@@ -234,13 +228,28 @@ def gates(recording: Recording, model: nn.Module) -> None:
             instead |= {id(gate): [], id(acted): [], id(up): [], id(call): [made]}
             break
     recording.rewrite(instead, {})
-    producers, users, instead = recording.producers(), recording.users(), {}
+
+
+def activations(recording: Recording, model: nn.Module) -> None:
+    """Pass: make one call of a product and the activation behind it."""
+    only, instead = _only_reader(recording), {}
     for call in recording.calls:
         product = only(call.arguments["x"], marks.linear) if call.op is marks.activated else None
         if product is not None and takes_product(recording, product):
             made = Call(marks.linear, product.arguments | {"activation": call.arguments["activation"]}, call.out)
             instead |= {id(product): [], id(call): [made]}
     recording.rewrite(instead, {})
+
+
+def _only_reader(recording: Recording) -> Callable[[Any, Any], Call | None]:
+    """Make a function that returns the call of an op that makes a register which one call alone reads; else None."""
+    producers, users = recording.producers(), recording.users()
+
+    def only(register: Any, op: Any) -> Call | None:
+        call = producers.get(register.index) if isinstance(register, Register) else None
+        return call if call is not None and call.op is op and len(users[register.index]) == 1 else None
+
+    return only
 
 
 def _alike(recording: Recording, one: Call, other: Call) -> bool:
@@ -286,9 +295,7 @@ def _adds(recording: Recording, call: Call) -> bool:
         return True
     if call.op is not marks.normed:
         return False
-    if call.arguments["norm"].kind == NormKind.LAYER:
-        return not call.arguments.get("unit_offset")
-    return call.arguments["norm"].weight is not None
+    return call.arguments["norm"].kind != NormKind.LAYER or not call.arguments.get("unit_offset")
 
 
 def _reassociate(recording: Recording) -> None:
@@ -325,7 +332,9 @@ def norms_in_front(recording: Recording, model: nn.Module) -> None:
         if call.op not in (marks.linear, marks.gated, marks.projected_attention):
             continue
         normed = producers.get(getattr(call.arguments["x"], "index", -1))
-        if normed is None or normed.op is not marks.normed or normed.arguments.get("residual") is not None:
+        if normed is None or normed.op is not marks.normed:
+            continue
+        if any(normed.arguments.get(name) is not None for name in ("residual", "factor")):
             continue
         norm = normed.arguments["norm"]
         if normed.arguments.get("unit_offset"):
