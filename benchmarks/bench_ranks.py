@@ -37,8 +37,8 @@ from hf_fastpath.quantization.linear import PackedLinear
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b:bf16", "llama-3.1-70b:int4_g32")
 CONTEXTS = (128, 4096)
-#: what is changed in the small model, so that up to eight ranks can share its heads
-SMALL = {"num_attention_heads": 8, "num_key_value_heads": 8}
+#: what is changed in the small model, so that up to eight ranks can share its heads and its vocabulary
+SMALL = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 96}
 #: tokens that ours and stock make in a timed call, and timed calls of ours
 NEW, STOCK_NEW, ROUNDS = 128, 16, 3
 

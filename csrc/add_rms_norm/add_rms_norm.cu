@@ -118,7 +118,7 @@ void launch_add_rms_norm(const void* x, const float* residual, const void* weigh
     p.rows = rows, p.columns = static_cast<int>(columns), p.eps = eps;
     p.programmatic_launch = programmatic_launch;
     p.wide = residual, p.sum = sum;
-    launch_norm<AddRmsNorm>(p, stream);
+    launch_norm<AddRmsNorm>(p, stream, is_aligned16(residual) && is_aligned16(sum));
   });
 }
 

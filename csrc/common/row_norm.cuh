@@ -90,14 +90,15 @@ struct Row {
 
 // Launches `kernel` families by the number of chunks a thread keeps. `Launch::run<T, kElems, kChunks>(params,
 // grid, block, stream)` starts one; kChunks = 0 is the variant that reads x again for each use, for rows that
-// fit nowhere.
+// fit nowhere. `others_aligned`: so are the rows that only `Launch` knows of.
 template <class Launch, class Params>
-void launch_norm(const Params& p, cudaStream_t stream) {
+void launch_norm(const Params& p, cudaStream_t stream, bool others_aligned = true) {
   using T = typename Params::Element;
   if (p.rows == 0 || p.columns == 0) return;
   constexpr int kElems = kVecElems<T>;
-  const bool aligned = p.columns % kElems == 0 && is_aligned16(p.x) && is_aligned16(p.out) &&
-                       is_aligned16(p.weight) && is_aligned16(p.bias) && is_aligned16(p.residual);
+  const bool aligned = others_aligned && p.columns % kElems == 0 && is_aligned16(p.x) &&
+                       is_aligned16(p.out) && is_aligned16(p.weight) && is_aligned16(p.bias) &&
+                       is_aligned16(p.residual);
   const int64_t chunks = aligned ? p.columns / kElems : p.columns;
   // Few rows: the widest block, for the shortest latency. Many: four chunks a thread, so that more rows are
   // resident and a row costs fewer barriers.

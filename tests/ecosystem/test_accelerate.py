@@ -172,8 +172,8 @@ def two_gpus() -> tuple[torch.device, torch.device]:
 
 @pytest.mark.parametrize("when", ("before_patch", "after_patch"))
 @over_architectures
-def test_layers_on_two_gpus(architecture, when, two_gpus, fused_layers):
-    """Our loop goes from GPU to GPU; beam search runs over fused layers. Each layer has its cache beside it."""
+def test_layers_on_two_gpus(architecture, when, two_gpus):
+    """Our loop goes from GPU to GPU, with beams, too. Each layer has its cache beside it."""
     wide = {"sliding_window": 64} if architecture == "mistral" else {}  # a full window makes masks, which stock takes
     stock, ours = build(architecture, **wide), build(architecture, **wide)
     for model in (stock, ours):
@@ -184,18 +184,13 @@ def test_layers_on_two_gpus(architecture, when, two_gpus, fused_layers):
     assert hf_fastpath.report(ours).loop == "fast"
     ids = prompt(two_gpus[0], 2)
     for options in (SHORT, SHORT | dict(num_beams=2), SHORT | dict(do_sample=True, top_k=20)):
-        fused_layers.clear()
         with counting(ours) as counts:
             found, expected = both(stock, ours, input_ids=ids, return_dict_in_generate=True, **options)
         assert_same_tokens(found.sequences, expected.sequences)
         cache = found[CACHE]
         assert isinstance(cache, hf_fastpath.FastpathCache)
         assert [layer.k_buffer.device for layer in cache.layers] == list(two_gpus)
-        if "num_beams" in options:
-            assert set(counts.reasons) == {"generation_mode"} and not counts.fast, counts.reasons
-            assert fused_layers == [*two_gpus] * 11, "a token did not go through the fused layers"
-        else:
-            assert counts.fast == 24 and not counts.reasons, counts.reasons
+        assert counts.fast >= 24 and not counts.reasons, counts.reasons
     inputs = left_padded(two_gpus[0], 2)
     assert_same_tokens(*both(stock, ours, **inputs, **SHORT))
     with counting(ours) as counts:  # a conversation goes on over the same cache

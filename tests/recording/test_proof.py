@@ -28,7 +28,7 @@ def test_attention_of_16_bits_runs_in_float32_and_nothing_else_does():
     assert not torch.equal(narrow, found[0])
 
 
-@pytest.fixture(scope="module", params=["glm4", "qwen3_5_text", "mamba2"])
+@pytest.fixture(scope="module", params=["glm4", "qwen3_5_text", "lfm2"])
 def part(request):
     """A recorded model in its roles."""
     model = hf_fastpath.patch(small_model(request.param), quiet=True)
