@@ -60,7 +60,8 @@ MISTRAL, TINY, GPT2, LLAMA = "Mistral-7B", "TinyLlama-1.1B", "GPT-2 124M", "Llam
 MODELS = (
     *("GLM-4-9B", "Gemma-2-2B", "Gemma-3-4B", "Command-R7B", "OLMo-2-7B"),
     *("Mixtral-8x7B, 20 layers", "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B"),
-    *("Qwen3.5-4B", "Granite-4.0-H-Micro", "LFM2-1.2B", "DeepSeek-V2-Lite", "XLM-RoBERTa-XL"),
+    *("Qwen3.5-4B", "Granite-4.0-H-Micro", "LFM2-1.2B", "Mamba2-2.7B", "DeepSeek-V2-Lite", "XLM-RoBERTa-XL"),
+    "Gemma 4, default sizes",
 )
 CUT_MODELS = (
     "Gemma-3-4B, 30 layers",
@@ -111,7 +112,11 @@ MACHINES = {
     "models on NVIDIA H100": Machine(
         "NVIDIA H100 80GB HBM3",
         ("peers.csv", "generate_h100.csv"),
-        (Work(MISTRAL, "fp16", 128), *(Work(model, "bf16", 128) for model in MODELS)),
+        (
+            Work(MISTRAL, "fp16", 128),
+            *(Work(model, "bf16", 128) for model in MODELS),
+            Work("BlenderBot-3B", "bf16", 64),  # which has 128 positions
+        ),
     ),
     "models on AMD EPYC": Machine(
         "AMD EPYC, 2 threads", ("models_epyc.csv",), tuple(Work(model, "bf16", 32) for model in CUT_MODELS)
