@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compat import has_encoder, is_multimodal, layer_config, layer_kinds, text_decoder, text_embedding, text_head
+from .compat import (
+    CACHE,
+    has_encoder,
+    is_multimodal,
+    layer_config,
+    layer_kinds,
+    text_decoder,
+    text_embedding,
+    text_head,
+)
 from .ops.kv_cache import SCALE_DTYPE, is_quantized
 from .quantization.linear import PackedLinear
 
@@ -61,8 +70,8 @@ def layer_widths(config: Any) -> tuple[int, int, int]:
 
 def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) -> int:
     """Return the bytes of keys and values, or of a latent, that a decode step reads if each sequence holds ``context``
-    positions. Recurrent states and windows of convolutions are not counted: a config does not tell their sizes. Nor is
-    what a decoder keeps of an encoder's output, which has a length of its own.
+    positions. Recurrent states and windows of convolutions are not counted: a config does not tell their sizes, see
+    :func:`state_bytes`. Nor is what a decoder keeps of an encoder's output, which has a length of its own.
 
     Layers that keep states instead of keys and values count for nothing; of latent attention, the latents are read.
 
@@ -82,6 +91,19 @@ def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) ->
             positions = context if kind.window is None else min(context, kind.window)
             total += positions * _position_bytes(layer_config(config, layer), dtype)
     return int(total * batch)
+
+
+def state_bytes(model: Any, batch: int = 1) -> int:
+    """Return the bytes of recurrent states and windows of convolutions that a decode step reads: all that a cache holds
+    of them behind one token, which the model's forward reads for that if its config tells of states."""
+    kinds = layer_kinds(model.config.get_text_config(decoder=True)) or []
+    if not any(kind.states for kind in kinds):
+        return 0
+    with torch.no_grad():
+        cache = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)[CACHE]
+    layers = [layer for layer, kind in zip(cache.layers, kinds) if kind.states]
+    states = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
+    return batch * sum(each.nbytes for held in states for each in held.values() if each is not None)
 
 
 def _position_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -17,8 +17,8 @@ last, are drawn at random, so that long contexts cost no long prompts. There is 
 engine is switched on, it makes an untimed call of the longest kind. Engines alternate, every second round in
 reverse order; tables give medians with half the distance between the 20th and 80th percentile. ``% of R`` is
 the share of the measured read bandwidth that it would take to read the weights once, and the KV cache up to
-the mean position. On a CPU, whose bandwidth drifts, the bandwidth is measured in every round, and each
-round's share refers to that round's bandwidth.
+the mean position or recurrent states. On a CPU, whose bandwidth drifts, the bandwidth is measured in every
+round, and each round's share refers to that round's bandwidth.
 """
 
 from __future__ import annotations
@@ -63,12 +63,14 @@ class Workload:
         prompt: int64 [batch, context] on the model's device.
         warm_tokens, new_tokens: n1, and n2 - n1.
         cache: holds all but the last position of the prompt; with None, the prompt is read.
+        state_bytes: of recurrent states, which every token reads.
     """
 
     prompt: torch.Tensor
     warm_tokens: int
     new_tokens: int
     cache: DynamicCache | None = None
+    state_bytes: int = 0
 
     @property
     def mean_context(self) -> float:
@@ -191,7 +193,7 @@ def _row(
     prefill, token = Spread.of(seen.prefill) if seen.prefill else None, Spread.of(seen.token)
     rounds = seen.bandwidth or [bandwidth] * len(seen.token)
     bandwidth = statistics.median(rounds)
-    kv = traffic.kv_bytes(model.config, work.mean_context, KV_DTYPES.get(name, model.dtype), batch)
+    kv = traffic.kv_bytes(model.config, work.mean_context, KV_DTYPES.get(name, model.dtype), batch) + work.state_bytes
     moved = traffic.weight_bytes(model, batch) + kv
     return {
         "model": label,
@@ -304,7 +306,8 @@ def bench(
         # all of it.
         for context in sorted(contexts):
             for batch in sorted(batches):
-                work = Workload(shapes.prompt(model, batch, context), max(2, min(16, new_tokens // 4)), new_tokens)
+                prompt, states = shapes.prompt(model, batch, context), traffic.state_bytes(model, batch)
+                work = Workload(prompt, max(2, min(16, new_tokens // 4)), new_tokens, state_bytes=states)
                 length = context + work.warm_tokens + new_tokens
                 limit = getattr(model.config.get_text_config(), "max_position_embeddings", length)
                 if length > limit:
