@@ -155,8 +155,9 @@ def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=N
     return ops.fused_experts.reference(x, ids, weights, *stacks, residual, activation, **layout)
 
 
-def routed_experts(x, logits, top_k, normalized, rounded, **others):
+def routed_experts(x, logits, top_k, normalized, rounded, norm=None, **others):
     """Run the experts that ``ops.topk_softmax`` chooses by ``logits``; ``others`` are arguments of :func:`experts`."""
+    x = x if norm is None else normed(x, norm)
     ids = torch.empty(logits.numel() // logits.shape[-1], top_k, dtype=torch.int64, device=x.device)
     weights = topk_softmax(logits.flatten(0, -2), ids, normalized, rounded)
     return experts(x, ids, weights, **others)

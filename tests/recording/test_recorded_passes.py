@@ -837,6 +837,39 @@ def test_gates_beside_queries_are_not_copied(cut, batch):
     assert not {"sigmoid", "mul", "clone"} & set(names(recording))
 
 
+@pytest.mark.parametrize(("width", "is_moved"), [(1, True), (WIDTH, False)])
+@pytest.mark.parametrize("batch", (1, 3))
+def test_gates_of_rows_in_front_of_a_product(width, is_moved, batch):
+    """A shared expert's gate: the product behind it can take on the sum with what others give."""
+
+    def step(m, x, *_):
+        return m.gate(x).sigmoid() * m.down(m.up(x)) + x
+
+    parts = dict(gate=linear(width), up=linear(8), down=linear(given=8))
+    recording, model = recorded(step, batch=batch, **parts)
+    passes = [products.unflattened, views.no_change, output_gates.output_gates, output_gates.gates_in_front]
+    assert_same(recording, model, [*passes, products.residuals])
+    found = (
+        ["linear", "linear", "sigmoid_gated", "linear"]
+        if is_moved
+        else ["linear", "linear", "linear", "sigmoid_gated", "add"]
+    )
+    assert names(recording) == found
+    (gated,) = calls_of(recording, marks.sigmoid_gated)
+    assert recording.fact(gated.out).shape[-1] == (8 if is_moved else WIDTH)
+
+
+def test_a_product_that_others_read_keeps_its_gate_behind_it():
+    def step(m, x, *_):
+        y = m.x(x)
+        return m.gate(x).sigmoid() * y + y
+
+    recording, model = recorded(step, gate=linear(1), x=linear())
+    passes = [products.unflattened, views.no_change, output_gates.output_gates, output_gates.gates_in_front]
+    assert_same(recording, model, passes)
+    assert names(recording)[-2:] == ["sigmoid_gated", "add"]
+
+
 def test_other_gates_of_outputs_stay():
     def read_twice(m, x, *_):
         shut = m.gate(x).sigmoid()

@@ -77,6 +77,7 @@ PASSES: tuple[Pass, ...] = (
     products.activations,
     norms.wide_residuals,
     output_gates.output_gates,
+    output_gates.gates_in_front,
     products.residuals,
     norms.norm_factors,
     products.norms_in_front,

@@ -13,7 +13,9 @@ from ...decode.rank_calls import gathered
 from ...ops.fused_swiglu import GATES
 from ...registry import FLOAT_DTYPES
 from .. import marks
+from ..lowering import takes_product
 from ..recording import Recording, read_by
+from .products import is_bare
 from .views import RESHAPES
 
 _aten = torch.ops.aten
@@ -38,6 +40,31 @@ def output_gates(recording: Recording, model: nn.Module) -> None:
                 continue
             instead |= {id(shut): [], id(call): _gated(recording, producers, x, gate, call.out)}
             break
+    recording.rewrite(instead, {})
+
+
+def gates_in_front(recording: Recording, model: nn.Module) -> None:
+    """Pass: let a gate of whole rows, as of a shared expert, shut what a product reads instead of what it gives.
+
+    A row's factor passes through a product, which can then take on a residual.
+    """
+    producers, users = recording.producers(), recording.users()
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        if call.op is not marks.sigmoid_gated:
+            continue
+        gate, product = call.arguments["gate"], producers.get(call.arguments["x"].index)
+        if product is None or product.op is not marks.linear or len(users[product.out.index]) != 1:
+            continue
+        given = product.arguments["x"]
+        if not is_bare(product) or not isinstance(given, Register) or given.index in recording.mutated:
+            continue
+        like = recording.fact(given)
+        if recording.fact(gate).shape != (*like.shape[:-1], 1) or not takes_product(recording, product):
+            continue
+        shut = recording.call(marks.sigmoid_gated, like, x=given, gate=gate)
+        made = Call(marks.linear, product.arguments | {"x": shut.out}, call.out)
+        instead |= {id(product): [], id(call): [shut, made]}
     recording.rewrite(instead, {})
 
 

@@ -329,7 +329,7 @@ def norms_in_front(recording: Recording, model: nn.Module) -> None:
     """Pass: let products apply the norm that they read, where kernels have it."""
     producers = recording.producers()
     for call in recording.calls:
-        if call.op not in (marks.linear, marks.gated, marks.projected_attention):
+        if call.op not in (marks.linear, marks.gated, marks.projected_attention, marks.routed_experts):
             continue
         normed = producers.get(getattr(call.arguments["x"], "index", -1))
         if normed is None or normed.op is not marks.normed:
@@ -345,7 +345,8 @@ def norms_in_front(recording: Recording, model: nn.Module) -> None:
             continue
         if call.op is marks.linear and not takes_product(recording, call):
             continue
-        weight = call.arguments.get("weight", call.arguments.get("gate_weight"))
+        given = (call.arguments.get(name) for name in ("weight", "gate_weight", "gate_up_weight"))
+        weight = next((each for each in given if each is not None), None)
         if isinstance(norm.weight, Register) or isinstance(norm.bias, Register):
             continue
         if getattr(normed.arguments["x"], "index", -1) in recording.mutated:  # x may be overwritten by then
