@@ -11,9 +11,10 @@
 
 namespace hf_fastpath {
 
-constexpr int kMaxGemvRows = 16;     // rows of x that every device takes
-constexpr int kMaxWgmmaRows = 64;    // and with fits_gemv_wgmma
-constexpr int kMaxGemvSegments = 3;  // weights side by side: query, key, value
+constexpr int kMaxGemvRows = 16;   // rows of x that every device takes
+constexpr int kMaxWgmmaRows = 64;  // and with fits_gemv_wgmma
+// Weights side by side: query, key and value; a gated delta rule has four.
+constexpr int kMaxGemvSegments = 4;
 
 // One weight matrix. Its output features start at `first` of the output's.
 struct GemvSegment {

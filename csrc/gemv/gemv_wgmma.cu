@@ -75,6 +75,7 @@ CUtensorMap rows_map(const GemvParams& p, const void* rows, int64_t count, int64
 
 template <class T, int kX, int kParts>
 void launch_parts(const GemvParams& p, const WgmmaPlan& plan, cudaStream_t stream) {
+  static_assert(kMaxGemvSegments == 4, "the kernel takes a map of each segment");
   CUtensorMap maps[kMaxGemvSegments];
   for (int i = 0; i < kMaxGemvSegments; ++i) {
     const int of = i < p.num_segments ? i : 0;
@@ -88,7 +89,7 @@ void launch_parts(const GemvParams& p, const WgmmaPlan& plan, cudaStream_t strea
   const dim3 grid(std::min(plan.tiles, places) * plan.split);
   HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, dim3(kThreads), plan.all, stream,
                                          p.programmatic_launch, plan.split, p, plan,
-                                         rows_map(p, p.x, p.m, p.k, kX), maps[0], maps[1], maps[2]));
+                                         rows_map(p, p.x, p.m, p.k, kX), maps[0], maps[1], maps[2], maps[3]));
 }
 
 template <class T, int kX>

@@ -272,7 +272,8 @@ template <class T, int kX, int kParts>
 __global__ void __launch_bounds__(kThreads, 1)
     gemv_wgmma_kernel(const __grid_constant__ GemvParams p, const __grid_constant__ WgmmaPlan plan,
                       const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap map0,
-                      const __grid_constant__ CUtensorMap map1, const __grid_constant__ CUtensorMap map2) {
+                      const __grid_constant__ CUtensorMap map1, const __grid_constant__ CUtensorMap map2,
+                      const __grid_constant__ CUtensorMap map3) {
 #if HF_FASTPATH_WGMMA
   extern __shared__ __align__(1024) char shared[];
   const WgmmaBlock block(p, plan, shared_address(shared));
@@ -295,7 +296,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       fill_slots(block, [&](int tile, int step, int slot) {
         const int segment = block.segment(tile);
         const int row = (tile - plan.first[segment]) * plan.rows * (p.gated ? 1 : kParts);
-        const CUtensorMap* const map = segment == 0 ? &map0 : segment == 1 ? &map1 : &map2;
+        const CUtensorMap* const map = segment == 0   ? &map0
+                                       : segment == 1 ? &map1
+                                       : segment == 2 ? &map2
+                                                      : &map3;
         const uint32_t full = block.full(slot);
         uint32_t to = block.weights_at(slot);
         barrier_arrive_expect(full, plan.chunks * kParts * plan.rows * kChunkBytes);

@@ -6,7 +6,7 @@
 
 namespace hf_fastpath {
 
-constexpr size_t kMaxProjections = 3;
+constexpr size_t kMaxProjections = 4;
 
 struct Projection {
   Tensor weight;

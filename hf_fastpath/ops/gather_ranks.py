@@ -9,6 +9,9 @@ import torch
 from ..registry import OpSpec, Sample, nbytes, register
 from . import peers
 
+#: parts of a rank's features
+MAX_PARTS = 3
+
 
 def reference(
     x: torch.Tensor,
@@ -22,7 +25,7 @@ def reference(
 ) -> torch.Tensor:
     """Put the features of all ranks' ``x`` side by side. Every rank calls this with the same slots in turn.
 
-    The features may be of three parts; then all ranks' first parts come first, side by side, behind them all second
+    The features may be of MAX_PARTS parts; then all ranks' first parts come first, side by side, behind them all second
     parts, then all third parts.
 
     Args:

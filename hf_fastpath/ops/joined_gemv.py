@@ -12,7 +12,7 @@ from .gemv import MAX_WGMMA_ROWS, most_rows, rows_reason, weight_reason
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 
 #: weights of a call; the same as kMaxGemvSegments in csrc/gemv/gemv.h
-MAX_WEIGHTS = 3
+MAX_WEIGHTS = 4
 
 
 def reference(
@@ -73,6 +73,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         (1, 256, (320, 64, 1)),
         (2, 64, (65, 3)),
         (7, 100, (48,)),
+        (3, 128, (24, 5, 40, 8)),
         (16, 96, (1, 2, 257)),
     ):
         yield Sample(randn(1, rows, k), weights(k, *features))
@@ -83,10 +84,12 @@ def samples(device: torch.device, dtype: torch.dtype):
             yield Sample(randn(rows, 256), weights(256, 128, 8, 24), **of_norm, programmatic_launch=True)
     of_norm = dict(norm=NormKind.RMS_OFFSET, norm_weight=randn(2048), norm_eps=1e-6, programmatic_launch=True)
     yield Sample(randn(1, 1, 2048), weights(2048, 96, 32, 32), **of_norm)
+    yield Sample(randn(1, 1, 2048), weights(2048, 192, 64, 32, 32), **of_norm)
     yield Sample(randn(9, 2048), weights(2048, 33, 8), **of_norm)
     many = weights(256, 48, 16)
     if most_rows(*many) == MAX_WGMMA_ROWS:
         yield Sample(randn(17, 256), many)
+        yield Sample(randn(33, 256), weights(256, 48, 16, 72, 8))
 
 
 SPEC = register(

@@ -21,6 +21,8 @@ def odd_sizes(device, dtype):
         (5, 129, (9, 9, 9)),
         (11, 63, (31, 1)),
         (1, 515, (1030, 31)),
+        (1, 520, (48, 1, 33, 5)),
+        (6, 72, (2, 30, 1, 9)),
         (1, 8, (70,)),
     ):
         yield Sample(randn(rows, k), [randn(n, k) * k**-0.5 for n in features])
@@ -34,7 +36,7 @@ globals().update(common_tests(SPEC, odd_sizes))
 
 @over_dtypes
 def test_joined_gemv_exact_on_integers(device, dtype):
-    for rows, k, features in ((1, 111, (37, 5)), (1, 2000, (65, 1, 8)), (4, 768, (40, 32, 32)), (16, 100, (19, 3))):
+    for rows, k, features in ((1, 111, (37, 5)), (1, 2000, (65, 1, 8, 8)), (4, 768, (40, 32, 32)), (16, 100, (19, 3))):
         x, weight = small_integers(device, dtype, (rows, k), (sum(features), k))
         assert_exact(SPEC, Sample(x, list(weight.split(features))))
 
@@ -42,8 +44,8 @@ def test_joined_gemv_exact_on_integers(device, dtype):
 def test_joined_gemv_names_the_fault():
     x, weight = torch.randn(1, 8), torch.randn(3, 8)
     for weights, message in (
-        ([], "0 weights, expected 1 to 3"),
-        ([weight] * (MAX_WEIGHTS + 1), "4 weights, expected 1 to 3: take the others in another call"),
+        ([], "0 weights, expected 1 to 4"),
+        ([weight] * (MAX_WEIGHTS + 1), "5 weights, expected 1 to 4: take the others in another call"),
         ([weight, torch.randn(3, 9)], r"weights\[1\] has shape \(3, 9\), expected \[out, 8\]"),
         ([weight, weight.half()], r"weights\[1\] has dtype torch.float16, expected torch.float32: cast it"),
         ([weight, torch.randn(8, 3).t()], r"weights\[1\] has strides \(1, 3\): make its rows contiguous"),

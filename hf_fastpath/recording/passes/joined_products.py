@@ -12,6 +12,7 @@ from torch import nn
 
 from ...decode.named_calls import Call, Register
 from ...decode.rank_calls import gathered
+from ...ops.gather_ranks import MAX_PARTS
 from ...ops.joined_gemv import MAX_WEIGHTS
 from ...ops.peers import ELEMENTS
 from .. import marks
@@ -32,15 +33,17 @@ def joined_products(recording: Recording, model: nn.Module) -> None:
     """
     if recording.batch * recording.query_len > 1:
         return
+    users = recording.users()
     alike: dict[tuple, list[Call]] = {}
     for call in recording.calls:
         if call.op is marks.linear and _joins(recording, call):
             norm, x = call.arguments.get("norm"), call.arguments["x"]
             of_norm = norm and (norm.kind, id(norm.weight), id(norm.bias), norm.eps)
-            alike.setdefault((x.index, call.arguments["weight"].dtype, of_norm), []).append(call)
+            most = MAX_PARTS if _are_gathers(users[call.out.index]) else MAX_WEIGHTS
+            alike.setdefault((most, x.index, call.arguments["weight"].dtype, of_norm), []).append(call)
     instead: dict[int, list[Call]] = {}
-    for calls in alike.values():
-        for together in _groups(calls):
+    for (most, *_), calls in alike.items():
+        for together in _groups(calls, most):
             instead |= {id(each): [] for each in together} | {id(together[0]): _joined(recording, together)}
     recording.rewrite(instead, {})
 
@@ -84,15 +87,19 @@ def _gathered(recording: Recording, joined: Register, gathers: list[Call]) -> It
         yield Call(_aten.slice.Tensor, {"self": made, "dim": -1, "start": start, "end": end}, each.out)
 
 
-def _groups(calls: list[Call]) -> Iterator[list[Call]]:
-    """Yield products that become one, two or more each."""
+def _are_gathers(readers: list[Any]) -> bool:
+    return all(each is not None and each.op is gathered for each in readers)
+
+
+def _groups(calls: list[Call], most: int) -> Iterator[list[Call]]:
+    """Yield products that become one, two to ``most`` each."""
     while calls:
         group: list[Call] = []
         end, rest = 0, []  # bytes
         for call in calls:
             weight = call.arguments["weight"]
             fits = end % _ALIGNED == 0 or len(weight) == 1
-            if fits and len(group) < MAX_WEIGHTS:
+            if fits and len(group) < most:
                 group.append(call)
                 end += len(weight) * weight.element_size()
             else:
