@@ -23,6 +23,13 @@ __device__ __forceinline__ float load_float_l2(const Parameter& parameter, int64
   return load_float_l2(static_cast<const __nv_bfloat16*>(parameter.data) + i);
 }
 
+// Brings element i of a parameter, if there is one, into L2.
+__device__ __forceinline__ void prefetch_l2(const Parameter& parameter, int64_t i) {
+  if (parameter.data == nullptr) return;
+  const int size = parameter.dtype == DType::kFloat32 ? 4 : 2;
+  prefetch_l2(static_cast<const char*>(parameter.data) + i * size);
+}
+
 __device__ __forceinline__ float softplus(float x) { return x > kSoftplusThreshold ? x : log1pf(expf(x)); }
 
 }  // namespace hf_fastpath

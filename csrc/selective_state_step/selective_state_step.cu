@@ -4,7 +4,7 @@
 //   whole, and a warp takes kChannels such sets of channels: all of a step's state is on its way at once.
 //   Every lane computes the values that its channel has one of.
 // Traffic: the state once in each direction; for Mamba-1 a_log, too.
-// Roofline: memory bandwidth. The state is brought into L2 while the kernel in front still runs.
+// Roofline: memory bandwidth. State and parameters are brought into L2 while the kernel in front still runs.
 
 #include "common/activation.cuh"
 #include "common/async.cuh"
@@ -47,8 +47,16 @@ __global__ void __launch_bounds__(kThreads) selective_state_kernel(SelectiveStat
 #pragma unroll
   for (int i = 0; i < kChannels; ++i) {
     if (channel_of(i) >= head_dim) continue;
-    for (int n = place; n < state_size; n += kLanes * kElems)
+    for (int n = place; n < state_size; n += kLanes * kElems) {
       prefetch_l2(states + int64_t(channel_of(i)) * state_size + n);
+      if constexpr (kPerChannel) prefetch_l2(p.a_log, parameter_of(i) * state_size + n);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kParameters; ++i) {
+    if constexpr (!kPerChannel) prefetch_l2(p.a_log, head);
+    prefetch_l2(p.dt_bias, parameter_of(i));
+    prefetch_l2(p.d, parameter_of(i));
   }
   wait_for_previous_kernel();
 

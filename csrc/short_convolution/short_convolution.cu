@@ -3,8 +3,8 @@
 // Work split: a thread takes a channel. Windows of four are one access of 8 or 16 bytes; other widths go
 //   input by input.
 // Traffic: channels * (3 * width + 2) * sizeof(T): 200 KB for 8192 channels of 4.
-// Roofline: latency of one load and one store. Windows and weights are brought into L2 while the kernel in
-//   front still runs.
+// Roofline: latency of one load and one store. Windows, weights and bias are brought into L2 while the
+//   kernel in front still runs.
 
 #include "common/activation.cuh"
 #include "common/async.cuh"
@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(kThreads) short_convolution_kernel(ShortConvol
   const T* weight = static_cast<const T*>(p.weight) + int64_t(channel) * width;
   prefetch_l2(state);
   prefetch_l2(weight);
+  if (p.bias) prefetch_l2(static_cast<const T*>(p.bias) + channel);
   wait_for_previous_kernel();
 
   float x = load_of_channel<T>(p.x, row * p.x_stride + channel);
