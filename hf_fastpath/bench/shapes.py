@@ -82,6 +82,13 @@ def build_spread_model(
     model = compat.spread_over_ranks(model, has_whole_experts)
     generator, seeds = torch.Generator(device), itertools.count(seed, torch.distributed.get_world_size())
     for module in model.modules():
+        missing = {name: each for name, each in module._buffers.items() if each is not None and each.is_meta}
+        if missing:
+            module._buffers.update({name: torch.empty_like(each, device=device) for name, each in missing.items()})
+            for parameter in (each for each in module._parameters.values() if each is not None):
+                parameter._is_hf_initialized = True  # they are filled below
+            with torch.no_grad():
+                model._init_weights(module)
         for parameter_name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -93,8 +100,6 @@ def build_spread_model(
                 local.normal_(0.0, WEIGHT_STD, generator=generator.manual_seed(next(seeds) + rank))
             made = compat.with_local_tensor(parameter, local) if compat.is_sharded(parameter) else local
             module._parameters[parameter_name] = torch.nn.Parameter(made, requires_grad=False)
-        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-            module._buffers.update(type(module)(config).to(device)._buffers)
     model.tie_weights()  # which is a part of what is left out
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
