@@ -20,7 +20,7 @@ constexpr int kMaxGemvSegments = 4;
 struct GemvSegment {
   const void* weight;  // [features, k], rows `stride` elements apart; transposed: [k, features]
   const void* bias;    // [features] or null
-  int64_t stride;      // elements between rows of `weight`
+  int stride;          // elements between rows of `weight`
   int first;
 };
 

@@ -46,7 +46,9 @@ inline std::optional<Tensor> add_segment(GemvParams& p, const Tensor& weight,
   std::optional<Tensor> kept;
   if (bias) kept = hf_fastpath::contiguous(*bias);
   segment.bias = data_or_null(kept);
-  segment.stride = weight.stride(0);
+  STD_TORCH_CHECK(weight.stride(0) <= std::numeric_limits<int>::max(), "hf_fastpath::", op,
+                  ": rows of a weight lie ", weight.stride(0), " elements apart, expected less than 2^31");
+  segment.stride = static_cast<int>(weight.stride(0));
   segment.first = p.n;
   STD_TORCH_CHECK(p.k < kMaxFeatures && p.n + features < kMaxFeatures, "hf_fastpath::", op,
                   ": more than 2^31 features");

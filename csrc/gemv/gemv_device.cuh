@@ -37,10 +37,10 @@ template <class T, bool kGated>
 __device__ __forceinline__ const T* weight_row(const GemvParams& p, int n, int part) {
   if constexpr (kGated) {
     return static_cast<const T*>(part == 0 ? p.segments[0].weight : p.segments[1].weight) +
-           n * (part == 0 ? p.segments[0].stride : p.segments[1].stride);
+           int64_t(n) * (part == 0 ? p.segments[0].stride : p.segments[1].stride);
   } else {
     const GemvSegment s = segment_of(p, n);
-    return static_cast<const T*>(s.weight) + (n - s.first) * s.stride;
+    return static_cast<const T*>(s.weight) + int64_t(n - s.first) * s.stride;
   }
 }
 
