@@ -239,7 +239,7 @@ def _whole_reason(model: nn.Module, whole: structure.ModelPart | None) -> str | 
     """Return why transformers' loop has to run although every module has a forward of ours, or None."""
     if whole is None:
         return Cause("class_not_supported", module=model)
-    if (reason := whole.reason() if whole.is_recorded else whole.lasting_reason()) is not None:
+    if (reason := whole.lasting_reason()) is not None:
         return reason
     narrow = [window for window in whole.windows if window is not None and window < compat.MIN_WINDOW]
     if narrow:

@@ -30,7 +30,7 @@ from .position_tables import PositionTable, position_tables
 from .proof import reason_against
 from .recording import BiasTable, Recording, Unrecordable
 from .skeleton import Skeleton
-from .step import record
+from .step import record, why_other_in_training
 from .tensors import tensors_reason
 
 #: what a report shows in place of an architecture's name
@@ -261,11 +261,8 @@ class RecordedPart:
 
     def fingerprint(self) -> tuple:
         """Return what a decode plan bakes in of the model: all that the recordings hold, as a part is of one moment."""
-        return (self._moment, *self._tensor_facts())
-
-    def _tensor_facts(self) -> list[tuple]:
         tensors = (*self.module.parameters(), *self.module.buffers())
-        return [(id(each), each.data_ptr(), each.dtype) for each in tensors]
+        return (self._moment, *((id(each), each.data_ptr(), each.dtype) for each in tensors))
 
     # ---- reasons ----------------------------------------------------------------------------------------------
 
@@ -273,9 +270,9 @@ class RecordedPart:
         """Return why nothing is known of what is inside, or None."""
         if not self.kinds:
             return Cause("not_recorded", "its cache holds more than keys, values and states", self.module)
-        for role in (self.embedding, self.head):
-            if role is None or not isinstance(getattr(role, "weight", None), torch.Tensor) and not is_packed(role):
-                return Cause("not_recorded", "it has no embedding or no head", self.module)
+        roles = self.embedding, self.head
+        if not all(isinstance(getattr(each, "weight", None), torch.Tensor) or is_packed(each) for each in roles):
+            return Cause("not_recorded", "it has no embedding or no head", self.module)
         return None
 
     def shape_reason(self, batch: int, query_len: int) -> str | None:
@@ -342,6 +339,16 @@ class RecordedPart:
 
     def reason(self) -> str | None:
         """Return why a decode plan of the model would not be right now, or None."""
+        if (reason := self.lasting_reason()) is not None or (found := self._other_in_training) is None:
+            return reason
+        return Cause("dropout", found, self.module)
+
+    @functools.cached_property
+    def _other_in_training(self) -> str | None:
+        return why_other_in_training(self.module)
+
+    def lasting_reason(self) -> str | None:
+        """Do as :meth:`reason`, as if ``model.eval()`` had been called."""
         reason = self.other_reason() or self.outer_reason() or self._modules_reason() or tensors_reason(self.module)
         return reason or self._recording_reason
 

@@ -26,12 +26,13 @@ class Skeleton:
 
     Args:
         model: the model.
+        evaluates: whether the copy is as ``model.eval()`` makes a model; if not, as the model is.
 
     Raises:
         Unrecordable: the model cannot be copied so.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, evaluates: bool = True):
         self.model = model
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.real: dict[int, torch.Tensor] = {}  # id of a tensor without data -> the model's own
@@ -50,6 +51,8 @@ class Skeleton:
             self.copy = _stock_copy(model, memo)
         except Exception as error:
             raise Unrecordable(f"{type(model).__name__} cannot be copied: {type(error).__name__}: {error}") from error
+        if evaluates:
+            self.copy.eval()
         compat.ask_for_seams(self.copy)
         compat.ask_for_plain_functions(self.copy)
         self.takes_positions = compat.takes_positions(model)

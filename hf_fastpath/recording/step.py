@@ -54,6 +54,17 @@ def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, 
         recorder.reset(token)
 
 
+def why_other_in_training(model: nn.Module) -> str | None:
+    """Return why a token's step of a model in training is not that of ``model.eval()`` (it draws numbers), or None."""
+    if not any(module.training for module in model.modules()):
+        return None
+    try:
+        record(Skeleton(model, evaluates=False), 1, 1)
+    except Exception as error:  # nobody has tried this code: anything may be raised
+        return str(error)
+    return None
+
+
 def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any]) -> Recording:
     skeleton = noting.skeleton
     cache = noting.new_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import causal_lm_types
 import encoder_decoder_types
 import pytest
 import torch
@@ -175,3 +176,30 @@ def test_a_text_that_is_longer_than_a_table_of_positions():
     with counting(ours) as counts:
         ours.generate(**inputs, max_new_tokens=100, do_sample=False)
     assert counts.fast == 100 and not counts.reasons
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_model_in_training_is_patched_and_waits_for_eval(kind):
+    """Dropout draws numbers in stock's steps, which ours would not."""
+    require_native(CPU)
+    model, inputs = small_model(kind), encoder_decoder_types.text(1, 9)
+    expected = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    ours = hf_fastpath.patch(model.train(), quiet=True)
+    assert hf_fastpath.report(ours).loop == "dropout"
+    with counting(ours) as counts:
+        ours.generate(**inputs, max_new_tokens=5, do_sample=False)
+    assert set(counts.reasons) == {"dropout"} and not counts.fast
+    assert "draws random numbers" in str(hf_fastpath.report(ours)) and "model.eval()" in str(hf_fastpath.report(ours))
+    with counting(ours.eval()) as counts:
+        assert_same_tokens(ours.generate(**inputs, max_new_tokens=5, do_sample=False), expected)
+    assert counts.fast and not counts.reasons
+
+
+def test_a_model_without_dropout_is_fast_in_training():
+    require_native(CPU)
+    model, ids = causal_lm_types.small_model("glm4"), torch.ones(1, 4, dtype=torch.long)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    ours = hf_fastpath.patch(model.train(), quiet=True)
+    with counting(ours) as counts:
+        assert_same_tokens(ours.generate(ids, max_new_tokens=5, do_sample=False), expected)
+    assert counts.fast == 5 and not counts.reasons
