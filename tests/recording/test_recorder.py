@@ -37,7 +37,7 @@ from hf_fastpath.recording.passes import passed
 from hf_fastpath.recording.probing import seeded
 from hf_fastpath.recording.recording import Unrecordable
 from hf_fastpath.recording.skeleton import Skeleton
-from hf_fastpath.recording.step import record
+from hf_fastpath.recording.step import record, why_other_in_training
 
 _aten = torch.ops.aten
 #: a type without an architecture file, and another whose experts have one call
@@ -306,11 +306,14 @@ def test_dropout_at_evaluation_is_nothing():
     assert names(recording) == ["linear"]
 
 
-def test_a_model_in_training_mode_is_refused_where_that_matters():
-    model = Decoder(Of(lambda m, x, *_: m.drop(x), drop=nn.Dropout(0.5)))
+def test_a_model_in_training_mode_is_recorded_as_in_evaluation():
+    model = Decoder(Of(lambda m, x, *_: m.drop(x) * 2, drop=nn.Dropout(0.5)))
     model.train()
     with pytest.raises(Unrecordable, match=r"draws random numbers"):
-        record(Skeleton(model), 1, 1)
+        record(Skeleton(model, evaluates=False), 1, 1)
+    assert "draws random numbers" in why_other_in_training(model) and model.body.drop.training
+    assert names(record(Skeleton(model), 1, 1)) == ["mul"]
+    assert why_other_in_training(model.eval()) is None
     recording, _ = recorded(lambda m, x, *_: m.drop(x) * 2, drop=nn.Dropout(0.0))
     assert names(recording) == ["mul"]
 
