@@ -53,7 +53,7 @@ transformers-tests: $(FULL_READY)
 test-full: override ARGS += --full
 test-full: transformers-tests test
 
-# transformers' own tests of every listed family, on patched models.
+# transformers' own tests on patched models: all of listed families, of generation of recorded ones.
 test-conformance: override ARGS += --full
 test-conformance: override TESTS = tests/conformance
 test-conformance: transformers-tests test

@@ -91,7 +91,8 @@ def outcomes(tests: Path, folder: Path, arguments: list[str], *options: str) -> 
         (*command, "--outcomes", noted, *options, f"@{listed}"),
         **dict(cwd=tests, env=environment, timeout=TIMEOUT, capture_output=True, text=True),
     )
-    assert noted.is_file() and result.returncode in (0, 1), result.stdout[-4000:] + result.stderr[-4000:]
+    ended = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
+    assert noted.is_file() and result.returncode in ended, result.stdout[-4000:] + result.stderr[-4000:]
     return json.loads(noted.read_text())
 
 
@@ -107,6 +108,8 @@ def test_no_failure_that_stock_has_not(family, tests, tmp_path, request):
     if not (tests / file).is_file():
         pytest.skip(f"transformers has no {file}")
     patched = outcomes(tests, tmp_path, [file], *options)
+    if not patched["outcomes"]:
+        pytest.skip(f"there is no such test in {file}")
     assert patched["fast_tokens"] and not (family in LISTED and patched["refused"]), {**patched, "outcomes": ...}
     found = patched["outcomes"]
     unlike = [name for name, (outcome, _) in found.items() if outcome == "failed" or (full and outcome == "skipped")]
