@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 
+import causal_lm_types
 import multimodal_types
 import pytest
 import torch
@@ -13,7 +14,11 @@ from models import CPU, Tokens, counting, require_native
 from multimodal_types import MEDIA, PLACE, small_model
 from parity import assert_same_tokens
 from quantized import check_saved_copied_and_taken_back, packed_in, with_dequantized
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast, pipeline
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
@@ -194,6 +199,34 @@ def test_all_else_of_a_patched_model(models):
     hf_fastpath.unpatch(ours)
     assert vars(ours).keys() - FORWARD_NOTES == vars(stock).keys() - FORWARD_NOTES
     assert_same_tokens(ours.generate(**inputs, **FEW), found)
+
+
+def test_a_pipeline_sees(device):
+    """``image-text-to-text``: a picture, through a processor, and words around it."""
+    require_native(device)
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    stock = small_model("llava").to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    sees = stock.config.vision_config
+    words = {"<image>" if number == PLACE else f"w{number}": number for number in range(causal_lm_types.VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    processor = LlavaProcessor(
+        CLIPImageProcessor(
+            size={"shortest_edge": sees.image_size}, crop_size={"height": sees.image_size, "width": sees.image_size}
+        ),
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", additional_special_tokens=["<image>"]),
+        **dict(patch_size=sees.patch_size, image_token="<image>", num_additional_image_tokens=1),
+        vision_feature_select_strategy=stock.config.vision_feature_select_strategy,
+    )
+    picture, said = image.new("RGB", (40, 30), (200, 30, 60)), []
+    for model in (ours, stock):
+        describe = pipeline("image-text-to-text", model=model, processor=processor, device=device)
+        options = dict(return_full_text=False, generate_kwargs=dict(max_new_tokens=8, do_sample=False))
+        said.append(describe(images=picture, text="<image> w5 w9 w11", **options)[0]["generated_text"])
+    assert said[0] == said[1] and said[0].count("w") > 4
+    stats = hf_fastpath.report(ours).stats
+    assert stats["fast_tokens"] == 8 and not stats["fallback_tokens"] and not stats["reasons"]
 
 
 # ---- quantized weights --------------------------------------------------------------------------------------------
