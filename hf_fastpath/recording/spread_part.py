@@ -45,8 +45,8 @@ class SpreadPart(RecordedPart):
         shard = shard_of(self.embedding)
         return super().num_embeddings if shard is None else shard.total
 
-    def reason(self) -> str | None:
-        return self.other_reason() or spread_reason(self.whole, self._fits) or super().reason()
+    def lasting_reason(self) -> str | None:
+        return self.other_reason() or spread_reason(self.whole, self._fits) or super().lasting_reason()
 
     def _fits(self, name: str, style: ShardStyle) -> bool:
         """Whether a module may be spread in a way; what is around it the proof looks at."""
