@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +168,18 @@ class Recording:
             for register in read_by(call):
                 found.setdefault(register.index, []).append(call)
         return found
+
+    def lone_factors(self) -> Iterator[tuple[Call, Call, Any]]:
+        """Yield multiplications, each with a call whose result is a factor there and read nowhere else, and the other
+        factor."""
+        producers, users = self.producers(), self.users()
+        for call in self.calls:
+            if call.op is not torch.ops.aten.mul.Tensor:
+                continue
+            for one, other in (("self", "other"), ("other", "self")):
+                made = producers.get(getattr(call.arguments[one], "index", -1))
+                if made is not None and len(users[made.out.index]) == 1:
+                    yield call, made, call.arguments[other]
 
     def rewrite(self, instead: dict[int, list[Call]], values: dict[int, Any]) -> None:
         """Put calls in the place of others, and values in the place of registers.

@@ -60,23 +60,15 @@ def _takes_sum(call: Any, dtype: torch.dtype) -> bool:
 
 def norm_factors(recording: Recording, model: nn.Module) -> None:
     """Pass: let norms multiply what they give, with what they add to it, by one number that the model has learned."""
-    producers, users = recording.producers(), recording.users()
     instead: dict[int, list[Call]] = {}
-    for call in recording.calls:
-        if call.op is not _aten.mul.Tensor:
+    for call, normed, factor in recording.lone_factors():
+        if normed.op is not marks.normed or not isinstance(factor, torch.Tensor) or factor.numel() != 1:
             continue
-        for one, other in (("self", "other"), ("other", "self")):
-            normed, factor = producers.get(getattr(call.arguments[one], "index", -1)), call.arguments[other]
-            if normed is None or normed.op is not marks.normed or len(users[normed.out.index]) != 1:
-                continue
-            norm, like = normed.arguments["norm"], recording.fact(normed.out)
-            if norm.kind == NormKind.LAYER or normed.arguments.get("factor") is not None:
-                continue
-            if not isinstance(factor, torch.Tensor) or factor.numel() != 1 or factor.dtype != like.dtype:
-                continue
-            if recording.fact(call.out).shape != like.shape or factor.device != like.device:
-                continue
-            made = Call(marks.normed, normed.arguments | {"factor": factor}, call.out)
-            instead |= {id(normed): [], id(call): [made]}
-            break
+        if normed.arguments["norm"].kind == NormKind.LAYER or normed.arguments.get("factor") is not None:
+            continue
+        like = recording.fact(normed.out)
+        if recording.fact(call.out).shape != like.shape or (factor.dtype, factor.device) != (like.dtype, like.device):
+            continue
+        made = Call(marks.normed, normed.arguments | {"factor": factor}, call.out)
+        instead |= {id(normed): [], id(call): [made]}
     recording.rewrite(instead, {})

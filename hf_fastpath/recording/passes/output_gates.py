@@ -26,20 +26,14 @@ _PARTS = (operator.getitem, _aten.split.Tensor, _aten.chunk.default, _aten.slice
 
 def output_gates(recording: Recording, model: nn.Module) -> None:
     """Pass: make ``x * sigmoid(gate)`` one call, which takes a gate where it lies: beside its head's queries, say."""
-    producers, users = recording.producers(), recording.users()
+    producers = recording.producers()
     instead: dict[int, list[Call]] = {}
-    for call in recording.calls:
-        if call.op is not _aten.mul.Tensor:
+    for call, shut, x in recording.lone_factors():
+        if shut.op is not _aten.sigmoid.default or id(call) in instead:
             continue
-        for one, other in (("self", "other"), ("other", "self")):
-            shut, x = producers.get(getattr(call.arguments[one], "index", -1)), call.arguments[other]
-            if shut is None or shut.op is not _aten.sigmoid.default or len(users[shut.out.index]) != 1:
-                continue
-            gate = shut.arguments["self"]
-            if not _fit(recording, call.out, x, gate) or gate.index in recording.mutated:
-                continue
+        gate = shut.arguments["self"]
+        if _fit(recording, call.out, x, gate) and gate.index not in recording.mutated:
             instead |= {id(shut): [], id(call): _gated(recording, producers, x, gate, call.out)}
-            break
     recording.rewrite(instead, {})
 
 
@@ -71,7 +65,7 @@ def gates_in_front(recording: Recording, model: nn.Module) -> None:
 def activated_gates(recording: Recording, model: nn.Module) -> None:
     """Pass: make ``activation(gate) * up`` one call if the gate is a product, or both are parts of what all ranks have
     gathered."""
-    producers, users = recording.producers(), recording.users()
+    producers = recording.producers()
     instead: dict[int, list[Call]] = {}
 
     def whole(register: Any) -> Any:
@@ -81,23 +75,18 @@ def activated_gates(recording: Recording, model: nn.Module) -> None:
             call = producers.get(read[0].index)
         return call
 
-    for call in recording.calls:
-        if call.op is not _aten.mul.Tensor:
+    for call, acted, up in recording.lone_factors():
+        if acted.op is not marks.activated or id(call) in instead:
             continue
-        for one, other in (("self", "other"), ("other", "self")):
-            acted, up = producers.get(getattr(call.arguments[one], "index", -1)), call.arguments[other]
-            if acted is None or acted.op is not marks.activated or len(users[acted.out.index]) != 1:
-                continue
-            gate, activation = acted.arguments["x"], acted.arguments["activation"]
-            of_gate = whole(gate)
-            if of_gate is None or activation not in GATES:
-                continue
-            if of_gate.op is not marks.linear and not (of_gate.op is gathered and of_gate is whole(up)):
-                continue
-            if _fit(recording, call.out, up, gate):
-                glu = Call(marks.glu, {"gate": gate, "up": up, "activation": activation}, call.out)
-                instead |= {id(acted): [], id(call): [glu]}
-                break
+        gate, activation = acted.arguments["x"], acted.arguments["activation"]
+        of_gate = whole(gate)
+        if of_gate is None or activation not in GATES:
+            continue
+        if of_gate.op is not marks.linear and not (of_gate.op is gathered and of_gate is whole(up)):
+            continue
+        if _fit(recording, call.out, up, gate):
+            glu = Call(marks.glu, {"gate": gate, "up": up, "activation": activation}, call.out)
+            instead |= {id(acted): [], id(call): [glu]}
     recording.rewrite(instead, {})
 
 
