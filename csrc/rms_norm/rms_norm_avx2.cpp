@@ -7,34 +7,10 @@
 //   (Xeon 2.8 GHz, 2026-11).
 #include "common/epilogue_avx2.h"
 #include "rms_norm/rms_norm_cpu.h"
+#include "rms_norm/rms_norm_row_avx2.h"
 
 namespace hf_fastpath {
 namespace {
-
-constexpr int64_t kChains = 4;  // independent accumulators: an addition has four cycles of latency
-
-template <class Element>
-float sum_of_squares(const typename Element::Storage* x, int64_t n) {
-  __m256 accumulators[kChains];
-  for (__m256& sum : accumulators) sum = _mm256_setzero_ps();
-  int64_t i = 0;
-  for (; i + kChains * kLanes <= n; i += kChains * kLanes) {
-    for (int64_t c = 0; c < kChains; ++c) {
-      const __m256 v = Element::load(x + i + c * kLanes);
-      accumulators[c] = _mm256_fmadd_ps(v, v, accumulators[c]);
-    }
-  }
-  for (; i + kLanes <= n; i += kLanes) {
-    const __m256 v = Element::load(x + i);
-    accumulators[0] = _mm256_fmadd_ps(v, v, accumulators[0]);
-  }
-  if (i < n) {
-    const __m256 v = Element::load(x + i, n - i);
-    accumulators[1] = _mm256_fmadd_ps(v, v, accumulators[1]);
-  }
-  return horizontal_sum(_mm256_add_ps(_mm256_add_ps(accumulators[0], accumulators[1]),
-                                      _mm256_add_ps(accumulators[2], accumulators[3])));
-}
 
 // out[0..count) *= factor, of what was rounded already: rounded again.
 template <class Element>
@@ -53,22 +29,7 @@ void norm_rows(const RmsNormArgs& args, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const auto* x = static_cast<const Storage*>(args.x) + row * args.x_stride;
     auto* out = static_cast<Storage*>(args.out) + row * n;
-    const float mean = sum_of_squares<Element>(x, n) / static_cast<float>(n);
-    const float denominator = _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + static_cast<float>(args.eps))));
-    const __m256 scale = _mm256_set1_ps(1.0f / denominator);
-    const __m256 offset = _mm256_set1_ps(weight == nullptr ? 1.0f : args.weight_offset);
-    const __m256 zero = _mm256_setzero_ps();
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      const __m256 normed = _mm256_mul_ps(Element::load(x + i), scale);
-      const __m256 more = weight == nullptr ? zero : Element::load(weight + i);
-      Element::store(out + i, _mm256_mul_ps(normed, _mm256_add_ps(more, offset)));
-    }
-    if (i < n) {
-      const __m256 normed = _mm256_mul_ps(Element::load(x + i, n - i), scale);
-      const __m256 more = weight == nullptr ? zero : Element::load(weight + i, n - i);
-      Element::store(out + i, _mm256_mul_ps(normed, _mm256_add_ps(more, offset)), n - i);
-    }
+    rms_norm_row<Element, Element>(x, weight, args.weight_offset, args.eps, n, out);
     if (args.residual != nullptr)
       add_row<Element>(static_cast<const Storage*>(args.residual) + row * n, n, out);
     if (args.factor != nullptr) scale_row<Element>(static_cast<const Storage*>(args.factor), n, out);
