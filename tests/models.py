@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
 from hf_fastpath.architecture import Architecture, architectures
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import passes
 from hf_fastpath.native import loader
 
@@ -314,6 +316,12 @@ def require_native(device: torch.device) -> None:
     status = loader.ensure(device.type)
     if not status.native:
         pytest.skip(f"no native library: {status}")
+
+
+def skip_if_cache_is_named_otherwise(model_type: str) -> None:
+    """Skip, visibly, a type whose classes call their cache otherwise before transformers 5.24."""
+    if model_type in ("mamba", "mamba2") and CACHE != "cache":
+        pytest.skip(f"{model_type} takes its cache by another name in transformers {transformers.__version__}")
 
 
 @functools.cache

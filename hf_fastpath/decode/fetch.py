@@ -3,7 +3,8 @@
 Copies are made by a stream of their own, in the order of the calls. A copy starts once the calls have run that read
 what lay in its place before; a call waits for its own copies. What starts copies and what waits for them are calls of
 the program, so that a captured step holds all of it: a branch of copies beside the kernels. Every run copies anew from
-where the model keeps the weights, so that edits take effect.
+where the model keeps the weights, so that edits take effect; the host waits until a run is over, so that nothing is
+edited that is still being read.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ class Fetching(Program):
         tensors = {id(each): each for group in part.host_weights for each in group}.values()
         self._storages = {each.untyped_storage().data_ptr() for each in tensors}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a tensor -> the tensor, its copy
+        self._graph: Any = None
         self.notes = [Cause("over_the_bus", f"{host_bytes(part) / 1e9:.4g} GB a step")]
         pages: list[page_lock.Pages] = []
         try:
@@ -180,18 +182,35 @@ class Fetching(Program):
         for tensor, copy in self._kept.values():
             copy.copy_(tensor)
 
+    def run(self) -> None:
+        super().run()
+        self._wait()
+
     def run_once(self, given: Iterable[tuple[Any, Any]]) -> Any:
         self.renew()
         with random_numbers_in_turn(self._device):  # a step runs in turn as well, and its copies use the same ring
-            return super().run_once(given)
+            result = super().run_once(given)
+            self._wait()
+        return result
 
     def captured(self, capture: Callable[[Callable[[], None], torch.device], Any], device: torch.device) -> Any:
-        return self if "not_page_locked" in self.notes else super().captured(capture, device)
+        if "not_page_locked" not in self.notes:  # copies of other memory wait for the host
+            self._graph = capture(super().run, device)
+        return self
 
     def replay(self) -> None:
-        """Run the calls, which cannot be captured because their copies wait for the host."""
-        with below_autograd():
-            self.run()
+        """Run the calls, as they were captured if they could be."""
+        if self._graph is None:
+            with below_autograd():
+                self.run()
+        else:
+            self._graph.replay()
+            self._wait()
+
+    def _wait(self) -> None:
+        """Let the host wait until nothing reads its memory any more."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     # ---- where tensors are --------------------------------------------------------------------------------------
 

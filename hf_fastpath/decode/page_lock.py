@@ -2,7 +2,8 @@
 
 Tensors are locked where they lie, but for their ends: pages that also hold something else stay as they are. A copy of
 other data on a locked page would not wait until it has been made, as copies from host memory else do, and CUDA refuses
-one that begins on a locked page and ends on another. Pages are locked once, whoever asks, and as long as somebody holds
+one that begins on a locked page and ends on another. Copies of a whole tensor, as accelerate makes them, begin on the
+page where the tensor does, which is never locked. Pages are locked once, whoever asks, and as long as somebody holds
 them.
 """
 
@@ -116,10 +117,10 @@ def _runs(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, int], list[torch.T
 
 
 def whole_pages(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where the pages begin and end that hold nothing but elements of a tensor; the same address twice if there
-    are none."""
+    """Return where the pages begin and end that hold nothing but elements of a tensor, without the one on which the
+    tensor begins; the same address twice if there are none."""
     page = mmap.PAGESIZE
-    first = -(-tensor.data_ptr() // page) * page
+    first = (tensor.data_ptr() // page + 1) * page
     return first, max(first, (tensor.data_ptr() + extent(tensor)) // page * page)
 
 

@@ -244,11 +244,13 @@ def test_edits_take_effect(offload, device, name):
 
 @pytest.mark.parametrize("name", ("model.layers.2.mlp.down_proj.weight", "model.layers.2.input_layernorm.weight"))
 def test_edits_by_a_callback_take_effect(offload, device, name):
-    """A logits processor of the user's edits a weight between two tokens."""
+    """A logits processor of the user's edits a weight between two tokens; a GPU that is busy has to be waited for."""
     stock, ours, weights = offload()
 
     def editing(weight, at):
         def process(ids, scores):
+            if ids.shape[1] == at - 1 and device.type == "cuda":
+                torch.cuda._sleep(20_000_000)
             if ids.shape[1] == at:
                 with torch.no_grad():
                     weight.mul_(-2)
@@ -262,6 +264,39 @@ def test_edits_by_a_callback_take_effect(offload, device, name):
     found = ours.generate(ids, **SHORT, logits_processor=editing(weights[name], 15))
     assert_same_tokens(found, expected)
     assert not torch.equal(expected, plain)
+
+
+def test_edits_behind_a_forward_come_after_it(offload, device):
+    """The model is called by the user, on a prompt and on a token, and gives logits that are still being computed."""
+    stock, ours, weights = offload()
+    name, ids = "model.layers.2.mlp.down_proj.weight", prompt(device)
+    weight = weights[name]
+    cache, expected = hf_fastpath.FastpathCache(ours.config), stock(ids).logits
+    for tokens in (ids[:, :-1], ids[:, -1:]):
+        if device.type == "cuda":
+            torch.cuda._sleep(20_000_000)
+        with torch.no_grad():
+            found = ours(tokens, **{CACHE: cache}).logits
+            weight.mul_(-2)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            weight.mul_(-0.5)
+        torch.testing.assert_close(found[:, -1], expected[:, cache.get_seq_length() - 1])
+
+
+def test_weights_that_begin_with_a_page(offload, locks, device):
+    """Copies that accelerate makes beside locked pages: its hooks bring the weights to modules that run as stock."""
+    stock, ours, weights = offload()
+    for name, each in weights.items():
+        buffer = torch.empty(each.numel() + mmap.PAGESIZE // each.element_size(), dtype=each.dtype)
+        skipped = -buffer.data_ptr() % mmap.PAGESIZE // each.element_size()
+        weights[name] = buffer[skipped : skipped + each.numel()].view_as(each).copy_(each)
+    found, expected = both(stock, ours, input_ids=prompt(device), **SHORT)
+    assert_same_tokens(found, expected, stock)
+    assert page_lock.locked_bytes()
+    for first, size in locks.held.items():
+        assert not any(first <= each.data_ptr() < first + size for each in weights.values())
+    assert hf_fastpath.verify(ours, prompt(device, 1, 40), max_new_tokens=4).ok
 
 
 def test_what_lies_in_the_ring_is_never_read_again(offload, device):
@@ -435,7 +470,7 @@ def at(buffer: torch.Tensor, first: int, end: int) -> torch.Tensor:
 def test_pages_that_hold_something_else_are_not_locked(locks, device):
     page, buffer = mmap.PAGESIZE, torch.zeros(12 * mmap.PAGESIZE, dtype=torch.uint8)
     start = at(buffer, 0, 1).data_ptr()
-    ends = (100, 3 * page + 100), (2 * page, 4 * page), (3 * page + 100, 5 * page), (5 * page + 1, 7 * page - 1)
+    ends = (100, 3 * page + 100), (page, 4 * page), (3 * page + 100, 5 * page), (5 * page + 1, 7 * page - 1)
     tensors = [at(buffer, *each) for each in ends]
     held = page_lock.lock(tensors, device)
     assert locks.held == {start + page: 3 * page, start + 4 * page: page}, "views of the same memory in one run"
@@ -452,7 +487,7 @@ def test_nothing_stays_locked_behind_an_error(locks, device, monkeypatch):
         page_lock, "lock_pages", lambda *given: calls.append(1) or (real(*given) if not calls[1:] else "no")
     )
     with pytest.raises(RuntimeError, match=r"did not lock 0.000 GB of host memory: no"):
-        page_lock.lock([at(buffer, place, place + mmap.PAGESIZE) for place in (0, 4 * mmap.PAGESIZE)], device)
+        page_lock.lock([at(buffer, place, place + 2 * mmap.PAGESIZE) for place in (0, 4 * mmap.PAGESIZE)], device)
     assert len(calls) == 2 and not locks.held
 
 
@@ -491,7 +526,7 @@ def test_a_device_map_of_gpu_and_cpu(dispatched, cuda, architecture):
         assert_same_tokens(found, expected, stock, left_padded(cuda, batch)["attention_mask"])
         assert counts.fast == 12 * batch and set(counts.reasons) == {"over_the_bus"}, counts.reasons
     for plan in state_of(ours).plans:
-        assert isinstance(plan.graph, torch.cuda.CUDAGraph) and plan.program._copies.pages
+        assert isinstance(plan.program._graph, torch.cuda.CUDAGraph) and plan.program._copies.pages
 
 
 def test_a_device_map_of_two_gpus_and_cpu(cuda, monkeypatch):

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from causal_lm_types import small_config, small_model
-from models import VOCAB, WINDOW, assert_same_instances, build, fresh, instances
+from models import VOCAB, WINDOW, assert_same_instances, build, fresh, instances, skip_if_cache_is_named_otherwise
 from transformers import CONFIG_MAPPING, BertConfig, GenerationMixin, LlavaForConditionalGeneration, PreTrainedConfig
 
 import hf_fastpath
@@ -264,6 +264,7 @@ def test_cli_explain_refuses(arguments, text, capsys, monkeypatch):
 
 @pytest.mark.parametrize("model_type", ["mamba", "mamba2", "qwen3_5_text", "lfm2", "granitemoehybrid", "llama"])
 def test_states_are_what_the_cache_holds_of_them(model_type):
+    skip_if_cache_is_named_otherwise(model_type)
     model = hf_fastpath.patch(small_model(model_type), quiet=True)
     ids = torch.ones(2, 5, dtype=torch.long)
     cache = model.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)["past_key_values"]

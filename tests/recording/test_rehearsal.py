@@ -3,10 +3,11 @@
 import pytest
 import torch
 from causal_lm_types import small_config
-from test_states import NAMED_OTHERWISE, TYPES
+from models import skip_if_cache_is_named_otherwise
+from test_states import TYPES
 from transformers import AutoModelForCausalLM
 
-from hf_fastpath.compat import CACHE, RecordingCache
+from hf_fastpath.compat import RecordingCache
 from hf_fastpath.recording import rehearsal
 from hf_fastpath.recording.recorder import Recorder, recorder
 from hf_fastpath.recording.skeleton import Skeleton
@@ -17,8 +18,7 @@ UNIFORM = ("mamba", "mamba2", "falcon_h1")
 
 def recorder_of(model_type: str, **entries) -> Recorder:
     """A recorder of a model without weights; ``entries`` change its config."""
-    if model_type in NAMED_OTHERWISE and CACHE != "cache":
-        pytest.skip(f"{model_type} takes its cache by another name")
+    skip_if_cache_is_named_otherwise(model_type)
     config = small_config(model_type)
     for name, value in entries.items():
         setattr(config, name, value)

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 from causal_lm_types import small_model
+from models import skip_if_cache_is_named_otherwise
 from recordings import WIDTH, assert_same, calls_of, linear, names, parameter, recorded
 from torch import nn
 
 from hf_fastpath.choices import Activation
-from hf_fastpath.compat import CACHE
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.passes import PASSES, gated_norms, modules, products, states, views
 from hf_fastpath.recording.skeleton import Skeleton
@@ -36,15 +36,10 @@ FOUND = {
 }
 
 
-def _skip_if_named_otherwise(model_type: str) -> None:
-    if model_type in ("mamba", "mamba2") and CACHE != "cache":
-        pytest.skip(f"{model_type} takes its cache by another name in transformers {transformers.__version__}")
-
-
 @pytest.mark.parametrize("model_type", FOUND)
 @pytest.mark.parametrize("batch", (1, 3))
 def test_states_of_a_family(batch, model_type):
-    _skip_if_named_otherwise(model_type)
+    skip_if_cache_is_named_otherwise(model_type)
     model = small_model(model_type)
     recording = record(Skeleton(model), batch, 1)
     recording.drop_unread()
@@ -57,7 +52,7 @@ def test_states_of_a_family(batch, model_type):
 
 
 def test_slices_of_a_projection_are_not_products_of_their_own():
-    _skip_if_named_otherwise("mamba2")
+    skip_if_cache_is_named_otherwise("mamba2")
     model = small_model("mamba2")
     recording = record(Skeleton(model), 1, 1)
     recording.drop_unread()

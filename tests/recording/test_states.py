@@ -7,9 +7,8 @@ import copy
 
 import pytest
 import torch
-import transformers
 from causal_lm_types import small_model
-from models import CPU, counting, require_native
+from models import CPU, counting, require_native, skip_if_cache_is_named_otherwise
 from test_recorded_families import GREEDY, assert_equal, assert_equal_beams, padded, plans_of, prompt
 from test_recorded_families import pair as pair_of
 from transformers import DynamicCache
@@ -34,8 +33,6 @@ TYPES = {
 }
 #: types whose states cannot be cropped even by what recorded its past
 RECURRENT = tuple(each for each in TYPES if each != "lfm2")
-#: types whose classes call their cache otherwise before transformers 5.24
-NAMED_OTHERWISE = {"mamba", "mamba2"}
 #: calls that compute nothing
 VIEWS = ("reshape", "slice.Tensor", "select.int", "split.Tensor", "split_with_sizes", "getitem", "run_angles")
 over_types = pytest.mark.parametrize("model_type", TYPES)
@@ -44,8 +41,7 @@ over_recurrent = pytest.mark.parametrize("model_type", RECURRENT)
 
 def pair(model_type: str):
     """Stock and patched, made once; tests do not change them."""
-    if model_type in NAMED_OTHERWISE and CACHE != "cache":
-        pytest.skip(f"{model_type} takes its cache by another name in transformers {transformers.__version__}")
+    skip_if_cache_is_named_otherwise(model_type)
     return pair_of(model_type)
 
 
