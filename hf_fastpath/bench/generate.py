@@ -113,7 +113,9 @@ def _peak(device: torch.device) -> int | None:
 def _fallback_note(model: PreTrainedModel) -> str:
     """Return what the report says about stock code that ran."""
     stats = hf_fastpath.report(model).to_dict()["stats"]
-    reasons = ", ".join(f"{count} x {code}" for code, count in stats["reasons"].items())
+    reasons = "; ".join(
+        ": ".join([f"{count} x {code}", *stats["details"].get(code, ())]) for code, count in stats["reasons"].items()
+    )
     return f"{stats['fallback_tokens']} stock tokens ({reasons})" if stats["fallback_tokens"] else ""
 
 
