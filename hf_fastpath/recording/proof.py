@@ -24,8 +24,8 @@ _PROMPT, _STEPS = 8, 3
 _TIMES = 3.0
 #: a larger difference is no rounding, whatever the twin showed
 _MOST = 0.25
-#: nor is one that is larger than this, whatever noise stock itself shows: half as far as logits of other weights are
-_MOST_OF_NOISE = 0.7
+#: nor is one that is larger than this, whatever noise stock itself shows: logits of other weights are 1.4 away
+_MOST_OF_NOISE = 1.0
 #: layers of the twin, and features of its embeddings
 _TWINS_LAYERS, _TWINS_WIDTH = 2, 64
 #: places of an encoder's output that is random, too

@@ -43,7 +43,10 @@ def odd_sizes(device, dtype):
         (1, 3, 7, 33, 17),
         (1, 32, 40, 264, 24),
         (1, 5, 128, 72, 9),
+        (1, 5, 128, 72, 9),
         (1, 2, 129, 40, 16),
+        (1, 6, 256, 40, 16),
+        (1, 2, 257, 40, 16),
         (2, 2, 3, 17, 65),
         (15, 6, 64, 31, 40),
     ):
@@ -78,7 +81,7 @@ def test_routed_experts_uses_the_chosen_experts_only(rows, num_experts, transpos
 @pytest.mark.parametrize("normalized", (False, True))
 def test_routed_experts_is_its_parts(normalized, transposed, device, dtype):
     """The bits are those of ``topk_softmax`` and ``fused_experts`` one after the other, equal scores included."""
-    for rows, num_experts, top_k in ((1, 8, 2), (1, 32, 4), (1, 128, 8), (1, 200, 8), (4, 16, 3)):
+    for rows, num_experts, top_k in ((1, 8, 2), (1, 32, 4), (1, 128, 8), (1, 200, 8), (1, 300, 8), (4, 16, 3)):
         sample = call(device, dtype, rows, top_k, num_experts, 136, 40, transposed, normalized=normalized)
         given = dict(sample.kwargs)
         given["logits"] = given["logits"].round()
