@@ -25,6 +25,7 @@ from .graph import capture, random_numbers_in_turn
 from .named_calls import Register, Step
 from .plan_memory import PlanMemory
 from .positions import Positions
+from .rank_calls import COLLECTIVES
 from .stages import Stages
 from .structure import ModelPart
 
@@ -387,6 +388,8 @@ class DecodePlan:
         if self._encoded is not None:
             self._encoded.release()
         self.program.release()
+        if any(call.op in COLLECTIVES for call in self.program.calls):
+            self.graph = None  # NCCL destroys no process group while a graph holds calls of it
         done, self.on_end = self.on_end, None
         if done is not None:
             done(self)

@@ -87,12 +87,16 @@ def own_embeddings(x: torch.Tensor, tokens: torch.Tensor, embedding: torch.Tenso
     return x.masked_fill_(((rows < 0) | (rows >= len(embedding)))[..., None], 0)
 
 
+#: calls that go through torch.distributed
+COLLECTIVES = (summed, gathered)
+
+
 # ---- over the GPUs' memory ----------------------------------------------------------------------------------------
 
 
 def _is_sendable(call: Call, step: Step) -> bool:
     """Whether an op over the GPUs' memory takes the place of a call."""
-    if call.op not in (summed, gathered):
+    if call.op not in COLLECTIVES:
         return False
     shard: Shard = call.arguments["shard"]
     if shard.ranks.peers is None or shard.features % ELEMENTS:

@@ -13,7 +13,7 @@ from torch import nn
 from .. import compat, ops
 from ..choices import Activation, NormKind, Rotation
 from ..decode.named_calls import Norm
-from ..decode.rank_calls import gathered, own_embeddings, summed
+from ..decode.rank_calls import COLLECTIVES, own_embeddings
 from ..ops.topk_softmax import reference as topk_softmax
 
 
@@ -241,7 +241,7 @@ STRIDED = (short_convolution, gated_delta_step, selective_state_step, gated_norm
 
 
 #: what ranks put together; these calls are in a plan as they are in a recorded list
-OF_RANKS = (summed, gathered, own_embeddings)
+OF_RANKS = (*COLLECTIVES, own_embeddings)
 
 
 def is_mark(op) -> bool:

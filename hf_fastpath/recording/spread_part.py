@@ -11,7 +11,7 @@ from ..compat import ShardStyle
 from ..decode.local_models import owner_of
 from ..decode.modules import is_packed
 from ..decode.plan_cache import PlanCache
-from ..decode.rank_calls import gathered, shard_of, summed
+from ..decode.rank_calls import COLLECTIVES, shard_of
 from ..decode.ranks import Ranks
 from ..decode.shards import EXPERT_STYLES, local_model, spread_reason
 from ..reasons import Cause
@@ -80,7 +80,7 @@ class SpreadPart(RecordedPart):
         """Return a number for what ranks put together in a step of so many sequences, and in which order."""
         if batch not in self._joint:
             recording = self.recording(batch, 1)
-            found = [(each.name, recording.fact(each.out)) for each in recording.calls if each.op in (summed, gathered)]
+            found = [(each.name, recording.fact(each.out)) for each in recording.calls if each.op in COLLECTIVES]
             facts = [(name, tuple(fact.shape), fact.dtype) for name, fact in found]
             self._joint[batch] = zlib.crc32(repr(facts).encode())
         return self._joint[batch]

@@ -31,7 +31,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
 from hf_fastpath import RankError
-from hf_fastpath.decode import ranks
+from hf_fastpath.decode import rank_calls, ranks
+from hf_fastpath.patching.state import state_of
 
 pytestmark = needs_processes
 #: what is special about a family's spread layers: biases of rowwise layers, norms over heads, scaled embeddings, one
@@ -209,6 +210,34 @@ def _caches(rank: int, folder: Path) -> None:
 def test_caches(tmp_path):
     save(tmp_path / "llama")
     run(_caches, tmp_path)
+
+
+ALIVE = []
+
+
+def _group_ends_first(rank: int, folder: Path) -> None:
+    """Sums go through torch.distributed; NCCL destroys no process group while a captured step holds calls of it."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(rank_calls, "MOST_SENT", 0)
+        model = loaded(folder)
+        inputs = {"input_ids": some_prompt(device(rank))}
+        assert torch.equal(tokens_of(model, inputs), tokens_of(model, inputs))
+    whole = hf_fastpath.patch(build("llama", **SIZES), quiet=True)
+    tokens_of(whole, {"input_ids": some_prompt(torch.device("cpu"))})
+    for each in (model, whole):
+        (plan,) = state_of(each).plans
+        assert plan.graph is None
+        plan.graph = object()
+        plan.end()
+        assert (plan.graph is None) == (each is model)
+        plan.graph = None
+    assert torch.equal(tokens_of(model, inputs), tokens_of(spread(folder / "llama"), inputs))
+    ALIVE.append(model)  # while the group is destroyed
+
+
+def test_a_process_group_may_end_before_the_model(tmp_path):
+    save(tmp_path / "llama")
+    run(_group_ends_first, tmp_path)
 
 
 def _quantized(rank: int, folder: Path) -> None:

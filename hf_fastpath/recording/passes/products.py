@@ -12,7 +12,7 @@ from torch import nn
 
 from ...choices import Activation, NormKind
 from ...decode.named_calls import Call, Register
-from ...decode.rank_calls import gathered, summed
+from ...decode.rank_calls import COLLECTIVES, summed
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..lowering import takes_product
@@ -79,7 +79,7 @@ _ON_ROWS: dict[Any, tuple[str, ...]] = {
     marks.linear: ("x",),
     marks.activated: ("x",),
     marks.experts: ("x",),
-    **{each: ("x",) for each in (summed, gathered)},
+    **{each: ("x",) for each in COLLECTIVES},
     _aten.sigmoid.default: ("self",),
     _aten.mul.Tensor: ("self", "other"),
     _aten.add.Tensor: ("self", "other"),
