@@ -80,9 +80,10 @@ def test_a_build_that_was_broken_off_goes_on_where_it_was(few, monkeypatch, tmp_
 
 
 INTERRUPTED = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from hf_fastpath.native import build
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts without
 build.source_dir = lambda: Path(sys.argv[1])
 os.environ["PID"] = str(os.getpid())
 build.build("cpu", Path(sys.argv[2]), progress=None)

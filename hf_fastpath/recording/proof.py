@@ -33,7 +33,7 @@ _ENCODED = 12
 #: roundings of a logit's size that say nothing, however few the twin showed
 _ROUNDINGS = 4
 #: parts of the names of ops that sum products
-_ROUNDED = "mm", "linear", "convolution", "attention"
+_ROUNDED = "mm", "gemv", "linear", "convolution", "attention"
 
 
 class _WideAttention(TorchFunctionMode):
