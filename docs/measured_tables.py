@@ -60,8 +60,8 @@ MISTRAL, TINY, GPT2, LLAMA = "Mistral-7B", "TinyLlama-1.1B", "GPT-2 124M", "Llam
 MODELS = (
     *("GLM-4-9B", "Gemma-2-2B", "Gemma-3-4B", "Command-R7B", "OLMo-2-7B"),
     *("Mixtral-8x7B, 20 layers", "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B"),
-    *("Qwen3.5-4B", "Qwen3.5-35B-A3B", "Granite-4.0-H-Micro", "LFM2-1.2B", "Mamba2-2.7B", "DeepSeek-V2-Lite", "XLM-RoBERTa-XL"),
-    "Gemma 4, default sizes",
+    *("Qwen3.5-4B", "Qwen3.5-35B-A3B", "Granite-4.0-H-Micro", "LFM2-1.2B", "Mamba2-2.7B", "DeepSeek-V2-Lite"),
+    *("XLM-RoBERTa-XL", "Gemma 4, default sizes"),
 )
 CUT_MODELS = (
     "Gemma-3-4B, 30 layers",

@@ -320,7 +320,7 @@ def require_native(device: torch.device) -> None:
 
 def skip_if_cache_is_named_otherwise(model_type: str) -> None:
     """Skip, visibly, a type whose classes call their cache otherwise before transformers 5.24."""
-    if model_type in ("mamba", "mamba2") and CACHE != "cache":
+    if model_type in ("falcon_mamba", "mamba", "mamba2") and CACHE != "cache":
         pytest.skip(f"{model_type} takes its cache by another name in transformers {transformers.__version__}")
 
 

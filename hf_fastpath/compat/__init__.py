@@ -83,6 +83,7 @@ from .generation import (
     is_stock_streamer,
     looks_at_tokens_alone,
     new_tokens,
+    num_new_tokens,
     numbers_of,
     overridden_method,
     pad_token,

@@ -146,6 +146,16 @@ def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: di
     return input_ids[:, past_len:] if covered == input_ids.shape[1] else input_ids
 
 
+def num_new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> int:
+    """Return how many tokens of a prompt the cache does not hold; embeddings in their place are always the whole
+    text's."""
+    embeds = model_kwargs.get("inputs_embeds")
+    if embeds is None:
+        return new_tokens(input_ids, generation_config, model_kwargs).shape[1]
+    cache = model_kwargs[CACHE]
+    return embeds.shape[1] - (0 if all(cache.is_linear) else cache.get_seq_length())
+
+
 class _FoldedRows(TorchFunctionMode):
     """Gives products of 16 bits on the CPU two dimensions where their rows are a slice.
 

@@ -134,7 +134,7 @@ def position_ids_of(ids: torch.Tensor, config: Any, model_kwargs: dict) -> torch
     if given is not None:
         return given
     past = model_kwargs[compat.CACHE].get_seq_length()
-    count = compat.new_tokens(ids, config, model_kwargs).shape[1]
+    count = compat.num_new_tokens(ids, config, model_kwargs)
     return torch.arange(past, past + count, device=ids.device)[None]
 
 

@@ -14,7 +14,15 @@ import pytest
 import torch
 import transformers
 from causal_lm_types import VOCAB, small_config, small_model
-from models import CPU, assert_same_instances, counting, instances, require_native, without_one_call
+from models import (
+    CPU,
+    assert_same_instances,
+    counting,
+    instances,
+    require_native,
+    skip_if_cache_is_named_otherwise,
+    without_one_call,
+)
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
@@ -190,6 +198,28 @@ def test_a_conversation_goes_on(model_type):
                 assert counts.fast == 24 and not counts.fallback, counts.reasons
                 assert isinstance(out[CACHE], FastpathCache)
             ids = torch.cat((out.sequences, prompt(2, 3, seed=turn)), dim=1)
+            mask = torch.cat((mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])), dim=1)
+            options = {CACHE: out[CACHE]}
+        ends.append(ids)
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("model_type", ("glm4", "qwen2_moe", "mpt", "bart", "falcon_mamba"))
+def test_prompts_of_embeddings(model_type):
+    """Also of types whose forward takes no positions; a second turn gives the embeddings of the whole text."""
+    skip_if_cache_is_named_otherwise(model_type)
+    stock, ours = pair(model_type)
+    ends = []
+    for model in (ours, stock):
+        inputs = padded(2)
+        ids, mask, options = inputs["input_ids"], inputs["attention_mask"], {}
+        for turn in range(1 if model_type == "falcon_mamba" else 2):  # which reads what follows token by token
+            embeds = model.get_input_embeddings()(ids).detach()
+            with counting(ours) as counts:
+                options |= dict(inputs_embeds=embeds, attention_mask=mask, return_dict_in_generate=True)
+                out = model.generate(**options, **GREEDY)
+            assert model is stock or (counts.fast == 24 and not counts.fallback), counts.reasons
+            ids = torch.cat((ids, out.sequences, prompt(2, 3, seed=turn)), dim=1)
             mask = torch.cat((mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])), dim=1)
             options = {CACHE: out[CACHE]}
         ends.append(ids)
