@@ -20,7 +20,7 @@ from ..decode.named_calls import Norm, Register
 from . import marks, modes
 from .listed_experts import listed_experts
 from .recorder import Recorder, recorder
-from .recording import EncodedLayer, Recording, Unrecordable
+from .recording import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
 from .rehearsal import cache_with_states, rehearse
 from .skeleton import Skeleton
 from .spread import spread_modules
@@ -123,6 +123,11 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     open_masks = frozenset(index for index, function in masks if _sees_all(function))
     if not noting.masks_over_encoded <= open_masks:
         raise Unrecordable("a mask that hides some of what the encoder has read")
+    if noting.text_mask is not None and any(kind.keys for kind in cache.kinds):
+        of_text = {noting.text_mask.index, *noting.masks} - open_masks
+        calls = behind(noting.calls, noting.value(logits))
+        if not any(each.index in of_text for call in calls for each in read_by(call)):
+            raise OwnPadding("attention that is not given the mask of the text")
     windows: dict[int, int | None] = {}  # of masks that the kernels have
     sizes = sorted({kind.window for kind in cache.kinds if kind.window is not None})
     for index, function in noting.masks.items():

@@ -178,6 +178,25 @@ def test_a_text_that_is_longer_than_a_table_of_positions():
     assert counts.fast == 100 and not counts.reasons
 
 
+@pytest.mark.parametrize("model_type", ["bart", "t5", "led", "fsmt"])
+def test_padding_of_the_text(model_type):
+    """LED and FSMT forget it behind the prompt; where padding is not hidden, stock's loop shows the same."""
+    require_native(CPU)
+    stock = small_model(model_type)
+    ours = hf_fastpath.patch(small_model(model_type), quiet=True)
+    text = dict(decoder_input_ids=torch.tensor([[0, 2, 5], [2, 6, 7]]))
+    text |= dict(decoder_attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    inputs = encoder_decoder_types.text(2, 9) | text
+    with counting(ours) as counts:
+        found = ours.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert_same_tokens(found, stock.generate(**inputs, max_new_tokens=8, do_sample=False))
+    assert counts.reasons == ({"attention_mask": 1} if model_type in ("led", "fsmt") else {})
+    unpadded = {name: each for name, each in inputs.items() if name != "decoder_attention_mask"}
+    with counting(ours) as counts:
+        ours.generate(**unpadded, max_new_tokens=8, do_sample=False)
+    assert counts.fast and not counts.reasons
+
+
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_a_model_in_training_is_patched_and_waits_for_eval(kind):
     """Dropout draws numbers in stock's steps, which ours would not; or a number decides whether a layer is left out."""
