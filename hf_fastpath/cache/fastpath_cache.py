@@ -251,10 +251,10 @@ class FastpathCache(Cache):
         """
         if self.state_layers:
             return self.reset()
-        lengths = [layer.cumulative_length for layer in self.layers]
-        shortest = min(lengths) if len(lengths) == num_layers else 0
+        lengths = [layer.cumulative_length for layer in self.key_layers]
+        shortest = min(lengths, default=0) if len(self.layers) == num_layers else 0
         try:
-            for layer in self.layers:
+            for layer in self.key_layers:
                 layer.crop(shortest - layer.cumulative_length)
         except RuntimeError:
             self.reset()

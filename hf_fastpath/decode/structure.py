@@ -293,7 +293,13 @@ class ModelPart(Part):
                 )
         found = next((reason for reason in reasons if reason), None)
         found = found or next((reason for layer in self.layers if (reason := layer.reason())), None)
-        return found or self._types_reason()
+        return found or self._types_reason() or self._order_reason()
+
+    def _order_reason(self) -> str | None:
+        places = [attention.module.layer_idx for attention in self.attentions]
+        if places == list(range(len(places))):
+            return None
+        return Cause("unsupported_config", f"layers whose layer_idx is {places}, in this order", self.decoder)
 
     def outer_reason(self) -> str | None:
         """Return why calling the model does more than its class's forward, or None.

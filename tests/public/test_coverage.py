@@ -153,6 +153,21 @@ def test_window_of_one_token_is_left_to_stock(architecture, ops, device):
         hf_fastpath.patch(stock, ops="loop", quiet=True)
 
 
+@pytest.mark.parametrize("architecture", ("llama", "mixtral", "gpt2"))
+def test_layers_in_another_order(architecture, device):
+    """A layer goes on using the place of the cache that it was made with."""
+    require_native(device)
+    stock = build(architecture).to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    assert_equal_generation(ours, stock, fast=True)
+    for model in (ours, stock):
+        layers = model.transformer.h if architecture == "gpt2" else model.model.layers
+        layers[0], layers[1] = layers[1], layers[0]
+    for options in ({}, dict(num_beams=2)):
+        assert_equal_generation(ours, stock, fast=False, **options)
+    assert "layer_idx is [1, 0" in str(hf_fastpath.report(ours))
+
+
 def test_max_batch_size(device):
     require_native(device)
     stock = build("llama").to(device)

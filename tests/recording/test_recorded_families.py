@@ -25,7 +25,7 @@ from models import (
 )
 from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath import FastpathCache
@@ -224,6 +224,27 @@ def test_prompts_of_embeddings(model_type):
             options = {CACHE: out[CACHE]}
         ends.append(ids)
     assert torch.equal(*ends)
+
+
+class _Interrupted(LogitsProcessor):
+    def __call__(self, ids, scores):
+        if ids.shape[1] == 13:
+            raise KeyboardInterrupt
+        return scores
+
+
+@pytest.mark.parametrize("model_type", ("glm4", "cwm", "gemma3n_text"))
+def test_a_call_that_was_broken_off(model_type):
+    """The cache holds what all layers hold; some of Gemma 3n's read what others hold, and hold nothing themselves."""
+    stock, ours = pair(model_type)
+    cache = FastpathCache(ours.config)
+    with pytest.raises(KeyboardInterrupt):
+        ours.generate(prompt(2), **{CACHE: cache}, logits_processor=LogitsProcessorList([_Interrupted()]), **GREEDY)
+    (held,) = {layer.cumulative_length for layer in cache.key_layers}
+    expected = stock.generate(prompt(2), **GREEDY)
+    read = expected[:, : held + 1]
+    options = GREEDY | dict(max_new_tokens=expected.shape[1] - read.shape[1])
+    assert 0 < held <= 13 and torch.equal(ours.generate(read, **{CACHE: cache}, **options), expected)
 
 
 @over_types
