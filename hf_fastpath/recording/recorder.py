@@ -216,7 +216,7 @@ class Recorder:
         arguments = dict(
             q=query, states=states, layer=layer,
             scale=float(head_dim**-0.5 if scaling is None else scaling), window=window,
-            softcap=float(softcap or 0.0), sinks=s_aux,
+            softcap=self.skeleton.cap(softcap), sinks=s_aux,
         )  # fmt: skip
         arguments |= {name: each for name, each in (("bias", bias), ("encoded", encoded)) if each is not None}
         arguments |= streams
@@ -277,7 +277,7 @@ class Recorder:
         with self.quiet():
             out = query.new_empty(*turned.shape[:3], value.shape[-1])
         scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        arguments = dict(q=turned, k=key, v=value, layer=layer, scale=scale, softcap=float(softcap or 0.0))
+        arguments = dict(q=turned, k=key, v=value, layer=layer, scale=scale, softcap=self.skeleton.cap(softcap))
         self.emit(marks.attend_encoded, arguments, out)
         return out
 

@@ -65,6 +65,10 @@ class Skeleton:
         dtype = self.model.dtype
         return torch.empty(batch, length, compat.encoder_width(self.model), dtype=dtype, device=self.device)
 
+    def cap(self, softcap: float | None) -> float:
+        """Return the soft-cap of scores that the model's attention applies of the one that it is given; 0 for none."""
+        return float(softcap or 0.0) if compat.caps_scores(self.model.config.get_text_config()) else 0.0
+
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor | None, cache: Any, others: dict[str, Any]
     ) -> torch.Tensor:

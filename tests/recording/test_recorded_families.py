@@ -226,6 +226,26 @@ def test_prompts_of_embeddings(model_type):
     assert torch.equal(*ends)
 
 
+@pytest.mark.parametrize("name", ("eager", "sdpa"))
+def test_soft_caps_are_those_of_the_implementation(name):
+    """PyTorch's attention has none: old releases of transformers leave the cap out, new ones refuse the choice."""
+    require_native(CPU)
+    stock = small_model("vaultgemma", seed=1)
+    stock.config.attn_logit_softcapping = 0.5
+    for layer in stock.model.layers:
+        layer.self_attn.attn_logit_softcapping = 0.5
+    try:
+        stock.set_attn_implementation(name)
+    except ValueError as error:
+        pytest.skip(str(error)[:80])
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    options = dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with counting(ours) as counts:
+        found, expected = (each.generate(torch.tensor([[5, 9, 33, 7]]), **options).logits for each in (ours, stock))
+    assert counts.fast == 6
+    torch.testing.assert_close(found, expected)
+
+
 class _Interrupted(LogitsProcessor):
     def __call__(self, ids, scores):
         if ids.shape[1] == 13:
