@@ -32,8 +32,8 @@ _FACTS = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype")
 class Snapshot:
     """What :meth:`ModelPart.reason` and :func:`structure.fingerprint` depend on, as it was at one time.
 
-    Everything that a module holds is known by its identity, so that a replaced module, parameter, hook, method or
-    setting is noticed. Of parameters the snapshot also knows where their data are, of configurations also the values.
+    Everything that a module holds is known by its identity, so that a replaced module, parameter, hook, method, class
+    or setting is noticed. Of parameters the snapshot also knows where their data are, and of configurations the values.
     Modules and tensors are not kept alive.
 
     Args:
@@ -79,7 +79,8 @@ class Snapshot:
         return self.part.fingerprint()
 
     def _values(self, modules: list) -> list:
-        """Return the modules' attributes, their number, what the modules' own dicts hold, and the code that runs."""
+        """Return the modules' attributes, their number, what the modules' own dicts hold, the code that runs, and the
+        modules' classes."""
         spaces = list(map(vars, modules))
         held = [attributes(space) for attributes, space in zip(self._attributes, spaces)]
         functions = [
@@ -91,7 +92,7 @@ class Snapshot:
         inside = _all_values(filter(None, chain.from_iterable(map(_CONTENTS, spaces))))
         sizes = [len(space) - sum(note in space for note in compat.FORWARD_NOTES) for space in spaces]
         hooks = chain.from_iterable(map(compat.hooks_with_effect, spaces))
-        return [*chain.from_iterable(held), *sizes, *inside, *hooks, *functions, *inner]
+        return [*chain.from_iterable(held), *sizes, *inside, *hooks, *functions, *inner, *map(type, modules)]
 
     def _facts_of(self, tensors: Iterable[torch.Tensor]) -> list:
         """Return where tensors are and of which type, what the angles of positions depend on, and what stands behind

@@ -40,7 +40,8 @@ class Decoder(PreTrainedModel):
 
     def __init__(self, body: nn.Module, layers: int = 1, **entries: Any):
         sizes = dict(hidden_size=WIDTH, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
-        super().__init__(LlamaConfig(num_hidden_layers=layers, vocab_size=VOCAB, **(sizes | entries)))
+        eager = dict(attn_implementation="eager")  # PyTorch's attention has no soft-caps
+        super().__init__(LlamaConfig(num_hidden_layers=layers, vocab_size=VOCAB, **(sizes | eager | entries)))
         self.embed, self.body = nn.Embedding(VOCAB, WIDTH), body
         self.eval()
 
