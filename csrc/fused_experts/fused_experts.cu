@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
 
 // The same for one row. Warps take features of all chosen experts in turn and ask for those of the next
 // before they have the sums of one, so that memory never rests. x: chunks of the row in shared memory, with
-// zeros up to whole rounds. kPerLane: a router's scores a lane keeps.
-template <class T, int kElems, int kPerLane>
+// zeros up to whole rounds.
+template <class T, int kElems>
 __global__ void __launch_bounds__(kThreads, kRowBlocks) gate_up_row_kernel(FusedExpertsParams p) {
   using C = Chunk<T, kElems>;
   extern __shared__ __align__(16) char shared[];
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) gate_up_row_kernel(Fused
   // The next kernel reads choices before it waits: it may only start once the one that made them is complete.
   wait_and_allow_next_kernel();
   if (warp == 0) {
-    find_only_chosen<T, kPerLane>(p, lane, chosen);
+    find_only_chosen<T>(p, lane, chosen);
   } else {
     load_row<T, kElems, kWarps - 1>(p, padded_chunks<kElems, kRound>(p.hidden_size), warp - 1, lane, x);
   }
@@ -232,7 +232,7 @@ __device__ __forceinline__ void find_chosen(const FusedExpertsParams& p, int fir
   __syncthreads();  // weights and sources are complete
 }
 
-template <class T, int kElems, int kX, int kPerLane>
+template <class T, int kElems, int kX>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExpertsParams p) {
   using C = Chunk<T, kElems>;
   __shared__ Chosen<kX> chosen;
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   const int first_row = blockIdx.y * kMaxX;
   allow_next_kernel();
   if constexpr (kX == 1) {
-    if (warp == 0) find_only_chosen<T, kPerLane>(p, lane, chosen);
+    if (warp == 0) find_only_chosen<T>(p, lane, chosen);
     __syncthreads();  // the row's choices
   } else {
     find_chosen(p, first_row, chosen);
@@ -324,32 +324,28 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   static_cast<T*>(p.out)[place] = from_float<T>(sum);
 }
 
-template <class T, int kElems, int kX, int kPerLane = kFewLogits>
+template <class T, int kElems, int kX>
 void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
   const dim3 block(kThreads), down_grid((p.hidden_size + kWarps - 1) / kWarps, row_groups(p));
   if constexpr (kX == 1) {
     const int features = p.top_k * p.width, most = multiprocessor_count() * kRowBlocks;
     const dim3 grid(std::min((features + kWarps - 1) / kWarps, most));
     const size_t row_bytes = padded_chunks<kElems, kRound>(p.hidden_size) * kElems * sizeof(T);
-    HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_row_kernel<T, kElems, kPerLane>, grid, block,
-                                               row_bytes, stream, p.programmatic_launch, p));
+    HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_row_kernel<T, kElems>, grid, block, row_bytes, stream,
+                                               p.programmatic_launch, p));
   } else {
     const dim3 grid = expert_grid(p, p.width, kWarps);
     HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_kernel<T, kElems, kX>, grid, block, size_t(0), stream,
                                                p.programmatic_launch, p));
   }
   // The kernel in front is our own: it writes nothing that is read early.
-  HF_FASTPATH_CUDA_CHECK(launch_programmatic(down_kernel<T, kElems, kX, kPerLane>, down_grid, block,
-                                             size_t(0), stream, true, p));
+  HF_FASTPATH_CUDA_CHECK(
+      launch_programmatic(down_kernel<T, kElems, kX>, down_grid, block, size_t(0), stream, true, p));
 }
 
 template <class T, int kElems>
 void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
-  if (takes_row(p)) {
-    const bool has_few = p.logits == nullptr || p.num_scored <= kFewLogits * kWarpSize;
-    return has_few ? launch_variant<T, kElems, 1>(p, stream)
-                   : launch_variant<T, kElems, 1, kMostRouted / kWarpSize>(p, stream);
-  }
+  if (takes_row(p)) return launch_variant<T, kElems, 1>(p, stream);
   if constexpr (kElems > 1) {  // else alignment costs more than rows that are not there
     if (p.rows <= 2) return launch_variant<T, kElems, 2>(p, stream);
     if (p.rows <= 4) return launch_variant<T, kElems, 4>(p, stream);

@@ -11,7 +11,7 @@ namespace hf_fastpath {
 
 constexpr int kMaxExpertRows = 16;  // rows of x
 constexpr int kMaxTopK = 32;        // experts a row chooses
-constexpr int kMostRouted = 256;    // experts that blocks choose from for themselves
+constexpr int kMostRouted = 128;    // experts that blocks choose from for themselves
 
 // Matrices of all experts: row r of expert e starts at e * expert_stride + r * row_stride elements.
 struct ExpertStack {

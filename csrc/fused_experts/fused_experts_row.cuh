@@ -12,19 +12,20 @@
 namespace hf_fastpath {
 
 // The `lane`-th choice of the only row, expert -1 if there is none, whoever chooses; all lanes of a warp are
-// here. kPerLane: scores a lane keeps.
-template <class T, int kPerLane>
+// here.
+template <class T>
 __device__ __forceinline__ Choice only_choice(const FusedExpertsParams& p, int lane) {
   if (p.logits == nullptr) {
     const float weight = lane < p.top_k ? __ldcg(p.expert_weights + lane) : 0.f;
     return {static_cast<int>(choice(p, 0, lane)), weight};
   }
+  static_assert(kMostRouted == kFewLogits * kWarpSize, "choose() takes them all");
   const bool is_wide = p.logits_dtype != p.dtype;  // float32: router_logits
   const auto logit = [&](int i) {
     if (is_wide) return Chunk<float, 1>::load_l2(static_cast<const float*>(p.logits) + i);
     return to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(p.logits) + i));
   };
-  Choice mine = choose<kPerLane>(logit, p.num_scored, p.top_k, p.normalized, lane);
+  Choice mine = choose<kFewLogits>(logit, p.num_scored, p.top_k, p.normalized, lane);
   mine.expert = static_cast<int>(place_of(p, mine.expert));
   if (p.rounded && !is_wide) mine.weight = to_float(from_float<T>(mine.weight));
   return mine;
@@ -41,9 +42,9 @@ struct Chosen {
 };
 
 // Fills `chosen` for the only row, with all lanes of one warp; a barrier has to follow.
-template <class T, int kPerLane>
+template <class T>
 __device__ __forceinline__ void find_only_chosen(const FusedExpertsParams& p, int lane, Chosen<1>& chosen) {
-  const Choice mine = only_choice<T, kPerLane>(p, lane);
+  const Choice mine = only_choice<T>(p, lane);
   const bool is_some = mine.expert >= 0 && lane < p.top_k;
   const unsigned same = __match_any_sync(kAllLanes, is_some ? mine.expert : -1);
   const bool is_first = is_some && __ffs(same) - 1 == lane;
