@@ -317,8 +317,11 @@ def pair(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     require_native(CPU)
     try:
         stock = causal_lm_types.small_model(model_type)
+    except Exception as error:  # a type of a new release may fail in any way
+        pytest.skip(f"{model_type} has no small model: {error}")
+    try:
         return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-    except (UnsupportedModelError, ImportError) as error:
+    except UnsupportedModelError as error:
         pytest.skip(f"{model_type} is not patched: {error}")
 
 
