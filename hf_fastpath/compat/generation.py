@@ -135,15 +135,12 @@ def sampling_settings(processors: Sequence[LogitsProcessor]) -> list[float] | No
 def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> torch.Tensor:
     """Return those of ``input_ids`` that the cache does not hold; the caller gives the whole text or only its new part.
 
-    The mask's length tells which, as in ``GenerationMixin._prefill``; behind states alone all tokens are new.
+    The mask's length tells which, as in ``GenerationMixin._prefill``.
     """
-    if all(model_kwargs[CACHE].is_linear):
-        return input_ids
     mask = model_kwargs.get("attention_mask")
     # transformers may have dropped a mask of ones and noted its length
     covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-    past_len = model_kwargs[CACHE].get_seq_length()
-    return input_ids[:, past_len:] if covered == input_ids.shape[1] else input_ids
+    return input_ids[:, _past_len(model_kwargs[CACHE]) :] if covered == input_ids.shape[1] else input_ids
 
 
 def num_new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> int:
@@ -152,8 +149,12 @@ def num_new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs
     embeds = model_kwargs.get("inputs_embeds")
     if embeds is None:
         return new_tokens(input_ids, generation_config, model_kwargs).shape[1]
-    cache = model_kwargs[CACHE]
-    return embeds.shape[1] - (0 if all(cache.is_linear) else cache.get_seq_length())
+    return embeds.shape[1] - _past_len(model_kwargs[CACHE])
+
+
+def _past_len(cache: Any) -> int:
+    """Return the tokens of a text that are not read again; behind states alone, all of what is given is new."""
+    return 0 if all(cache.is_linear) else cache.get_seq_length()
 
 
 class _FoldedRows(TorchFunctionMode):

@@ -211,11 +211,11 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
             return Cause("attention_mask", f"{what}, for {length} tokens and {past_len} in the cache")
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
             return Cause("attention_mask", what)
-        has_padding = not bool(mask.all())
-        if has_padding and part.is_recorded and part.padding_reason is not None:
-            return part.padding_reason
-        if has_padding and not part.takes_padding:
-            return Cause("attention_mask", "padding, which matters to more than attention, or not to it")
+        if part.is_recorded and not bool(mask.all()):
+            if part.padding_reason is not None:
+                return part.padding_reason
+            if not part.takes_padding:
+                return Cause("attention_mask", "padding, which matters to more than attention, or not to it")
     if position_ids is None:
         return Cause("position_ids", "None") if part.takes_positions and not part.has_encoder else None
     has_axes = part.is_multimodal and position_ids.dim() == 3

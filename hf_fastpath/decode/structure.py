@@ -68,8 +68,6 @@ class ModelPart(Part):
     token_shape: ClassVar[tuple[int, ...]] = ()
     #: products of a step are given so many rows of a sequence
     rows: ClassVar[int] = 1
-    #: a step takes sequences with padding in front
-    takes_padding: ClassVar[bool] = True
     #: it reads images or sound as well
     is_multimodal: ClassVar[bool] = False
     #: its decoder attends to what an encoder has read
@@ -296,7 +294,7 @@ class ModelPart(Part):
         return found or self._types_reason() or self._order_reason()
 
     def _order_reason(self) -> str | None:
-        places = [attention.module.layer_idx for attention in self.attentions]
+        places = [getattr(each.module, "layer_idx", place) for place, each in enumerate(self.attentions)]
         if places == list(range(len(places))):
             return None
         return Cause("unsupported_config", f"layers whose layer_idx is {places}, in this order", self.decoder)

@@ -54,8 +54,8 @@ def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) ->
 
 
 def hides_other_places(skeleton: Skeleton) -> str | None:
-    """Return which line makes a mask of its own for the cache out of the mask of the text that a step is given, so that
-    padding is not where the text has it; None if no line does."""
+    """Return why padding is not where the mask of the text that a step is given has it, or None: a line makes a mask of
+    its own for the cache, or attention is given none."""
     past = past_tokens(skeleton.model.config)
     with torch.inference_mode(False), skeleton.mode:
         mask = torch.ones(1, past + 1, dtype=torch.long, device=skeleton.device)
