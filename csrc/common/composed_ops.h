@@ -149,6 +149,7 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
                               int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,    \
                               const std::optional<Tensor>& norm_bias, double norm_eps,                       \
                               bool programmatic_launch, const std::optional<Tensor>& next_weight);           \
+  Tensor fused_swiglu_##device(const Tensor& gate, const Tensor& up, int64_t activation);                    \
   inline Tensor normed_##device(const Tensor& x, NormKind norm, const std::optional<Tensor>& weight,         \
                                 const std::optional<Tensor>& bias, double eps) {                             \
     if (norm == NormKind::kNone) return x;                                                                   \
@@ -163,7 +164,6 @@ HF_FASTPATH_COMPOSED_OPS(cuda)
 
 #undef HF_FASTPATH_COMPOSED_OPS
 
-Tensor fused_swiglu_cpu(const Tensor& gate, const Tensor& up, int64_t activation);
 Tensor packed_gemv_cpu(const Tensor& x, const Tensor& quants, const Tensor& scales,
                        const std::optional<Tensor>& zeros, double multiplier, int64_t format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,

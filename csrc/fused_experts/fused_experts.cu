@@ -4,11 +4,13 @@
 // Work split: two kernels, 8 rows of x at a time. Gate and up: blockIdx.y is a choice (row, k), a warp takes
 //   one feature of both matrices for every row that chose that expert; blocks of later choices of the same
 //   expert end at once. Of one row the warps of as many blocks as an SM runs take features of all choices in
-//   turn; each block finds choices, if a router's scores are given, and norms x by itself, in both kernels
-//   the same. Down: a warp takes one output and walks through the chosen experts, adding each product to the
-//   rows that chose it, so that sums run in one order and need no atomics. A lane keeps kLoads 16-byte loads
-//   in flight and replaces each as it is consumed. Down starts early: what it reads before the other kernel
-//   is complete are choices and its own first weights.
+//   turn, those of a shared expert first, which they ask for while the kernel in front still runs; each block
+//   finds choices, if a router's scores are given, and norms x by itself, in both kernels the same. Down: a
+//   warp takes one output and walks through the chosen experts, adding each product to the rows that chose
+//   it, so that sums run in one order and need no atomics. A lane keeps kLoads 16-byte loads in flight and
+//   replaces each as it is consumed. Down starts early: what it reads before the other kernel is complete are
+//   choices and its own first weights. On Hopper one row has a kernel of its own for down, in
+//   fused_experts_row_down.cuh.
 // Traffic: 3 * width * hidden_size * sizeof(T) once for each expert that any of 8 rows chose; x, hidden and
 //   out are small. Without a gate 2 instead of 3, and the second load of a row of up comes out of L2.
 // Roofline: read bandwidth. float16, Mixtral's 2 of 8 experts: 80 % of it for one row, 28 for 8, whose x
@@ -26,6 +28,7 @@
 #include "fused_experts/fused_experts.h"
 #include "fused_experts/fused_experts_device.cuh"
 #include "fused_experts/fused_experts_row.cuh"
+#include "fused_experts/fused_experts_row_down.cuh"
 
 namespace hf_fastpath {
 namespace {
@@ -114,8 +117,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpe
 
 // The same for one row. Warps take features of all chosen experts in turn and ask for those of the next
 // before they have the sums of one, so that memory never rests. x: chunks of the row in shared memory, with
-// zeros up to whole rounds.
-template <class T, int kElems>
+// zeros up to whole rounds. kPerLane: a router's scores a lane keeps.
+template <class T, int kElems, int kPerLane>
 __global__ void __launch_bounds__(kThreads, kRowBlocks) gate_up_row_kernel(FusedExpertsParams p) {
   using C = Chunk<T, kElems>;
   extern __shared__ __align__(16) char shared[];
@@ -123,17 +126,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) gate_up_row_kernel(Fused
   T* const x = reinterpret_cast<T*>(shared);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int chunks = p.hidden_size / kElems;
-  prefetch_norm<T>(p);
-  // The next kernel reads choices before it waits: it may only start once the one that made them is complete.
-  wait_and_allow_next_kernel();
-  if (warp == 0) {
-    find_only_chosen<T>(p, lane, chosen);
-  } else {
-    load_row<T, kElems, kWarps - 1>(p, padded_chunks<kElems, kRound>(p.hidden_size), warp - 1, lane, x);
-  }
-  __syncthreads();  // choices and x
-
-  const int items = chosen.count * p.width, step = gridDim.x * kWarps;
+  const int own = p.shared.places * p.width, step = gridDim.x * kWarps;
+  int items = own;  // features; until choices are known those of the shared expert, which are in front
   int item = warp * gridDim.x + blockIdx.x;
   int next = item, next_chunk = 0;  // of the loads, with the lane; `chunks` behind the last item
   const T *gate = nullptr, *up = nullptr;
@@ -141,6 +135,11 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) gate_up_row_kernel(Fused
   const auto find_row = [&] {
     next_chunk = next < items ? lane : chunks;
     if (next >= items) return;
+    if (next < own) {
+      gate = static_cast<const T*>(p.shared.gate) + next * p.shared.gate_stride + lane * kElems;
+      up = static_cast<const T*>(p.shared.up) + next * p.shared.up_stride + lane * kElems;
+      return;
+    }
     const int place = next / p.width;
     gate = stack_row<T>(p.gate_up, chosen.expert[place], next - place * p.width) + lane * kElems;
     up = gate + int64_t(p.up_row) * p.gate_up.row_stride;
@@ -156,10 +155,25 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) gate_up_row_kernel(Fused
     next += step;
     find_row();
   };
-  if (items == 0) return;
-  find_row();
+  const auto start = [&] {
+    find_row();
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) load(u);
+    for (int u = 0; u < kUnroll; ++u) load(u);
+  };
+
+  prefetch_norm<T>(p);
+  if (item < own) start();
+  // The next kernel reads choices before it waits: it may only start once the one that made them is complete.
+  wait_and_allow_next_kernel();
+  if (warp == kWarps - 1) {
+    OnlyRow<T, kPerLane>(p, lane).find(chosen);  // weights are down's
+  } else {
+    load_row<T, kElems, kWarps - 1>(p, padded_chunks<kElems, kRound>(p.hidden_size), warp, lane, x);
+  }
+  __syncthreads();  // choices and x
+  items = chosen.count * p.width;
+  if (item >= items) return;
+  if (item >= own) start();
 #pragma unroll 1
   for (; item < items; item += step) {
     float sums[2] = {0.f, 0.f};  // of gate and up
@@ -232,7 +246,7 @@ __device__ __forceinline__ void find_chosen(const FusedExpertsParams& p, int fir
   __syncthreads();  // weights and sources are complete
 }
 
-template <class T, int kElems, int kX>
+template <class T, int kElems, int kX, int kPerLane>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExpertsParams p) {
   using C = Chunk<T, kElems>;
   __shared__ Chosen<kX> chosen;
@@ -241,7 +255,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   const int first_row = blockIdx.y * kMaxX;
   allow_next_kernel();
   if constexpr (kX == 1) {
-    if (warp == 0) find_only_chosen<T>(p, lane, chosen);
+    if (warp == 0) {
+      OnlyRow<T, kPerLane> row(p, lane);
+      row.find(chosen), row.weigh(chosen);
+    }
     __syncthreads();  // the row's choices
   } else {
     find_chosen(p, first_row, chosen);
@@ -262,8 +279,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   const auto load = [&](int u) {
     const int chunk = next_base + lane;
     const bool present = next < chosen.count && chunk < chunks;
-    raw[u] = present ? C::load_once(stack_row<T>(p.down, chosen.expert[next], n) + int64_t(chunk) * kElems)
-                     : C::zero();
+    const T* row = nullptr;
+    if constexpr (kX == 1) {
+      if (present) row = down_row<T>(p, chosen, next, n);
+    } else {
+      if (present) row = stack_row<T>(p.down, chosen.expert[next], n);
+    }
+    raw[u] = present ? C::load_once(row + int64_t(chunk) * kElems) : C::zero();
   };
   const auto advance = [&](int& expert, int& from) {
     from += kWarpSize;
@@ -324,28 +346,36 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
   static_cast<T*>(p.out)[place] = from_float<T>(sum);
 }
 
-template <class T, int kElems, int kX>
+template <class T, int kElems, int kX, int kPerLane = kFewLogits>
 void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
   const dim3 block(kThreads), down_grid((p.hidden_size + kWarps - 1) / kWarps, row_groups(p));
   if constexpr (kX == 1) {
-    const int features = p.top_k * p.width, most = multiprocessor_count() * kRowBlocks;
+    const int features = (p.top_k + p.shared.places) * p.width, most = multiprocessor_count() * kRowBlocks;
     const dim3 grid(std::min((features + kWarps - 1) / kWarps, most));
     const size_t row_bytes = padded_chunks<kElems, kRound>(p.hidden_size) * kElems * sizeof(T);
-    HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_row_kernel<T, kElems>, grid, block, row_bytes, stream,
-                                               p.programmatic_launch, p));
+    HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_row_kernel<T, kElems, kPerLane>, grid, block,
+                                               row_bytes, stream, p.programmatic_launch, p));
+    if constexpr (kElems > 1) {
+      const DownPlan plan = down_plan(p);
+      if (plan.slots > 0 && has_hopper_code()) return launch_row_down<T, kPerLane>(p, plan, stream);
+    }
   } else {
     const dim3 grid = expert_grid(p, p.width, kWarps);
     HF_FASTPATH_CUDA_CHECK(launch_programmatic(gate_up_kernel<T, kElems, kX>, grid, block, size_t(0), stream,
                                                p.programmatic_launch, p));
   }
   // The kernel in front is our own: it writes nothing that is read early.
-  HF_FASTPATH_CUDA_CHECK(
-      launch_programmatic(down_kernel<T, kElems, kX>, down_grid, block, size_t(0), stream, true, p));
+  HF_FASTPATH_CUDA_CHECK(launch_programmatic(down_kernel<T, kElems, kX, kPerLane>, down_grid, block,
+                                             size_t(0), stream, true, p));
 }
 
 template <class T, int kElems>
 void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
-  if (takes_row(p)) return launch_variant<T, kElems, 1>(p, stream);
+  if (takes_row(p)) {
+    const bool has_few = p.logits == nullptr || p.num_scored <= kFewLogits * kWarpSize;
+    return has_few ? launch_variant<T, kElems, 1>(p, stream)
+                   : launch_variant<T, kElems, 1, kMostRouted / kWarpSize>(p, stream);
+  }
   if constexpr (kElems > 1) {  // else alignment costs more than rows that are not there
     if (p.rows <= 2) return launch_variant<T, kElems, 2>(p, stream);
     if (p.rows <= 4) return launch_variant<T, kElems, 4>(p, stream);
@@ -365,7 +395,8 @@ void launch_fused_experts(const FusedExpertsParams& p, cudaStream_t stream) {
     using T = decltype(type);
     constexpr int kElems = kVecElems<T>;
     const bool aligned = is_aligned(p.gate_up, p.hidden_size, kElems) &&
-                         is_aligned(p.down, p.width, kElems) && is_aligned16(p.x) && is_aligned16(p.hidden);
+                         is_aligned(p.down, p.width, kElems) && is_aligned(p.shared, kElems) &&
+                         is_aligned16(p.x) && is_aligned16(p.hidden);
     return aligned ? launch_rows<T, kElems>(p, stream) : launch_rows<T, 1>(p, stream);
   });
 }

@@ -11,12 +11,21 @@ namespace hf_fastpath {
 
 constexpr int kMaxExpertRows = 16;  // rows of x
 constexpr int kMaxTopK = 32;        // experts a row chooses
-constexpr int kMostRouted = 128;    // experts that blocks choose from for themselves
+constexpr int kMostRouted = 256;    // experts that blocks choose from for themselves
 
 // Matrices of all experts: row r of expert e starts at e * expert_stride + r * row_stride elements.
 struct ExpertStack {
   const void* weight;
   int64_t expert_stride, row_stride;
+};
+
+// An expert that every row goes through beside those that it chooses. It is as wide as `places` of them, and
+// takes as many places in front of them.
+struct SharedExpert {
+  const void *gate, *up, *down;  // [places * width, hidden_size] twice, [hidden_size, places * width]
+  int64_t gate_stride, up_stride, down_stride;  // elements from row to row
+  const void* logit;                            // whose sigmoid is the expert's weight; or null: 1
+  int places;                                   // 0: there is none
 };
 
 // out[m, :] = sum over k of expert_weights[m, k] * expert(expert_ids[m, k], x[m, :]) + residual[m, :].
@@ -26,14 +35,15 @@ struct FusedExpertsParams {
   const float* expert_weights;  // [rows, top_k]
   const void* logits;        // [num_scored]: a router's scores of the only row, whose choice the kernels make
                              // instead, as topk_softmax; or null; see takes_row
+  SharedExpert shared;       // see takes_row
   ExpertStack gate_up;       // rows: gate [width], from up_row on up [width]; columns [hidden_size]
   ExpertStack down;          // rows [hidden_size], columns [width]
   const void* gate_up_bias;  // [num_experts, 2 * width], contiguous, or null; null unless transposed
   const void* down_bias;     // [num_experts, hidden_size], the same
   const void* residual;      // [rows, hidden_size] or null
-  void* hidden;              // [rows, top_k, width]: what the activations give, written and read
-  float* products;           // [rows, top_k, hidden_size]: of down, written and read; null unless transposed
-  void* out;                 // [rows, hidden_size]
+  void* hidden;     // [rows, top_k + shared.places, width]: what the activations give, written and read
+  float* products;  // [rows, top_k, hidden_size]: of down, written and read; null unless transposed
+  void* out;        // [rows, hidden_size]
   int64_t num_experts, first_expert;  // whose weights are here
   int num_scored;                     // logits
   int rows, top_k, hidden_size, width;
@@ -50,7 +60,7 @@ struct FusedExpertsParams {
 };
 
 // Whether this is one row that blocks keep: then the kernels, but not those of transposed stacks, take a
-// norm, and scores of up to kMostRouted experts.
+// norm, scores of up to kMostRouted experts, and a shared expert.
 bool takes_row(const FusedExpertsParams& params);
 
 void launch_fused_experts(const FusedExpertsParams& params, cudaStream_t stream);

@@ -73,6 +73,14 @@ class ExpertsOnGpu {
     params.programmatic_launch = programmatic_launch;
   }
 
+  // Lets a shared expert take places in front of the chosen ones, which takes_row has to have allowed.
+  void share(const SharedExpert& shared) {
+    params.shared = shared;
+    kept_.push_back(
+        empty_like_with_sizes(out, {params.rows, params.top_k + shared.places, int64_t(params.width)}));
+    params.hidden = kept_.back().data_ptr();
+  }
+
   // Contiguous, alive as long as this call.
   Tensor keep(const Tensor& tensor) {
     kept_.push_back(hf_fastpath::contiguous(tensor));

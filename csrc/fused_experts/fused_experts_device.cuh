@@ -71,4 +71,10 @@ inline bool is_aligned(const ExpertStack& stack, int columns, int elems) {
          columns % elems == 0;
 }
 
+inline bool is_aligned(const SharedExpert& shared, int elems) {
+  return shared.places == 0 || (is_aligned16(shared.gate) && is_aligned16(shared.up) &&
+                                is_aligned16(shared.down) && shared.gate_stride % elems == 0 &&
+                                shared.up_stride % elems == 0 && shared.down_stride % elems == 0);
+}
+
 }  // namespace hf_fastpath

@@ -11,27 +11,8 @@
 
 namespace hf_fastpath {
 
-// The `lane`-th choice of the only row, expert -1 if there is none, whoever chooses; all lanes of a warp are
-// here.
-template <class T>
-__device__ __forceinline__ Choice only_choice(const FusedExpertsParams& p, int lane) {
-  if (p.logits == nullptr) {
-    const float weight = lane < p.top_k ? __ldcg(p.expert_weights + lane) : 0.f;
-    return {static_cast<int>(choice(p, 0, lane)), weight};
-  }
-  static_assert(kMostRouted == kFewLogits * kWarpSize, "choose() takes them all");
-  const bool is_wide = p.logits_dtype != p.dtype;  // float32: router_logits
-  const auto logit = [&](int i) {
-    if (is_wide) return Chunk<float, 1>::load_l2(static_cast<const float*>(p.logits) + i);
-    return to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(p.logits) + i));
-  };
-  Choice mine = choose<kFewLogits>(logit, p.num_scored, p.top_k, p.normalized, lane);
-  mine.expert = static_cast<int>(place_of(p, mine.expert));
-  if (p.rounded && !is_wide) mine.weight = to_float(from_float<T>(mine.weight));
-  return mine;
-}
-
-// The experts that the rows of a block chose, each once, in the order of rows and choices.
+// The experts that the rows of a block chose, each once, in the order of rows and choices; behind the places
+// of a shared expert, which have no number.
 template <int kX>
 struct Chosen {
   static constexpr int kMost = kX * kMaxTopK;
@@ -41,27 +22,83 @@ struct Chosen {
   int source[kMost][kX];    // choice that the row's hidden features are kept by; -1: not chosen
 };
 
-// Fills `chosen` for the only row, with all lanes of one warp; a barrier has to follow.
+// The weight of the shared expert in the only row.
 template <class T>
-__device__ __forceinline__ void find_only_chosen(const FusedExpertsParams& p, int lane, Chosen<1>& chosen) {
-  const Choice mine = only_choice<T>(p, lane);
-  const bool is_some = mine.expert >= 0 && lane < p.top_k;
-  const unsigned same = __match_any_sync(kAllLanes, is_some ? mine.expert : -1);
-  const bool is_first = is_some && __ffs(same) - 1 == lane;
-  float weight = mine.weight;
-  if (__any_sync(kAllLanes, is_some && !is_first)) {  // an expert was chosen twice
-    weight = 0.f;
-    for (int k = 0; k < p.top_k; ++k) {
-      const float other = __shfl_sync(kAllLanes, mine.weight, k);
-      if (same >> k & 1) weight += other;
-    }
-  }
-  const unsigned firsts = __ballot_sync(kAllLanes, is_first);
-  const int place = __popc(firsts & ((1u << lane) - 1));
-  if (is_first)
-    chosen.expert[place] = mine.expert, chosen.source[place][0] = lane, chosen.weight[place][0] = weight;
-  if (lane == 0) chosen.count = __popc(firsts);
+__device__ __forceinline__ float shared_weight(const SharedExpert& shared) {
+  if (shared.logit == nullptr) return 1.f;
+  return times_sigmoid<true>(1.f, to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(shared.logit))));
 }
+
+// Row n of what is down at a place of the only row's list, from its first column on.
+template <class T>
+__device__ __forceinline__ const T* down_row(const FusedExpertsParams& p, const Chosen<1>& chosen, int place,
+                                             int n) {
+  if (place >= p.shared.places) return stack_row<T>(p.down, chosen.expert[place], n);
+  return static_cast<const T*>(p.shared.down) + n * p.shared.down_stride + place * p.width;
+}
+
+// How one warp, with all its lanes, finds what the only row has chosen, whoever chooses.
+template <class T, int kPerLane>
+class OnlyRow {
+ public:
+  __device__ __forceinline__ OnlyRow(const FusedExpertsParams& p, int lane) : p_(p), lane_(lane) {}
+
+  // Fills `chosen` but for its weights; a barrier has to follow.
+  __device__ __forceinline__ void find(Chosen<1>& chosen) {
+    const int expert = only_choice();
+    const bool is_some = expert >= 0 && lane_ < p_.top_k;
+    same_ = __match_any_sync(kAllLanes, is_some ? expert : -1);
+    is_first_ = is_some && __ffs(same_) - 1 == lane_;
+    const unsigned firsts = __ballot_sync(kAllLanes, is_first_);
+    is_repeated_ = __any_sync(kAllLanes, is_some && !is_first_);
+    const int places = p_.shared.places;
+    place_ = places + __popc(firsts & ((1u << lane_) - 1));
+    if (is_first_) chosen.expert[place_] = expert, chosen.source[place_][0] = lane_;
+    if (lane_ < places) chosen.source[lane_][0] = p_.top_k + lane_;
+    if (lane_ == 0) chosen.count = places + __popc(firsts);
+  }
+
+  // Fills the weights, behind find(); a barrier has to follow.
+  __device__ __forceinline__ void weigh(Chosen<1>& chosen) const {
+    float weight = only_weight();
+    if (is_repeated_) {  // an expert was chosen more than once
+      const float own = weight;
+      weight = 0.f;
+      for (int k = 0; k < p_.top_k; ++k) {
+        const float other = __shfl_sync(kAllLanes, own, k);
+        if (same_ >> k & 1) weight += other;
+      }
+    }
+    if (is_first_) chosen.weight[place_][0] = weight;
+    if (lane_ < p_.shared.places) chosen.weight[lane_][0] = shared_weight<T>(p_.shared);
+  }
+
+ private:
+  __device__ __forceinline__ bool is_wide() const { return p_.logits_dtype != p_.dtype; }  // float32
+
+  // The lane's choice, or -1.
+  __device__ __forceinline__ int only_choice() {
+    if (p_.logits == nullptr) return static_cast<int>(choice(p_, 0, lane_));
+    const auto logit = [&](int i) {
+      if (is_wide()) return Chunk<float, 1>::load_l2(static_cast<const float*>(p_.logits) + i);
+      return to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(p_.logits) + i));
+    };
+    return static_cast<int>(place_of(p_, router_.choose(logit, p_.num_scored, p_.top_k, lane_)));
+  }
+
+  __device__ __forceinline__ float only_weight() const {
+    if (p_.logits == nullptr) return lane_ < p_.top_k ? __ldcg(p_.expert_weights + lane_) : 0.f;
+    const float weight = router_.weight(p_.normalized, lane_);
+    return p_.rounded && !is_wide() ? to_float(from_float<T>(weight)) : weight;
+  }
+
+  const FusedExpertsParams& p_;
+  const int lane_;
+  Router<kPerLane> router_;
+  unsigned same_ = 0;  // lanes with the lane's choice
+  int place_ = 0;
+  bool is_first_ = false, is_repeated_ = false;  // of the lane; anywhere
+};
 
 // Copies x of the only row, normed, into shared memory, in chunks of kElems up to `padded`, with zeros behind
 // the last: by kWarps warps, of which this is the `warp`-th, while others do something else. A barrier has to

@@ -1,13 +1,13 @@
 // torch.ops.hf_fastpath.fused_swiglu on a GPU: see hf_fastpath/ops/fused_swiglu.py for the contract.
+#include "common/composed_ops.h"
 #include "common/cuda_glue.h"
 #include "common/rows_glue.h"
 #include "fused_swiglu/fused_swiglu.h"
 #include "fused_swiglu/gate_glue.h"
 
 namespace hf_fastpath {
-namespace {
 
-Tensor fused_swiglu(const Tensor& gate, const Tensor& up, int64_t activation) {
+Tensor fused_swiglu_cuda(const Tensor& gate, const Tensor& up, int64_t activation) {
   constexpr const char* kOp = "fused_swiglu";
   const Activation act = gate_of(activation);
   STD_TORCH_CHECK(dtype_of(gate, kOp) == dtype_of(up, kOp),
@@ -23,8 +23,6 @@ Tensor fused_swiglu(const Tensor& gate, const Tensor& up, int64_t activation) {
   return out;
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("fused_swiglu", TORCH_BOX(&fused_swiglu)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("fused_swiglu", TORCH_BOX(&fused_swiglu_cuda)); }
 
 }  // namespace hf_fastpath

@@ -1,6 +1,8 @@
-// torch.ops.hf_fastpath.routed_experts on the CPU: the norm, topk_softmax, then fused_experts.
+// torch.ops.hf_fastpath.routed_experts on the CPU: the norm, topk_softmax, fused_experts, then the shared
+// expert's products.
 #include "common/composed_ops.h"
 #include "common/cpu_glue.h"
+#include "routed_experts/shared_expert_glue.h"
 #include "topk_softmax/topk_softmax_glue.h"
 
 namespace hf_fastpath {
@@ -20,9 +22,14 @@ Tensor routed_experts_cpu(const Tensor& x, const Tensor& logits, const Tensor& g
                           bool transposed, double alpha, double limit, bool concatenated,
                           const std::optional<int64_t>& first_expert, int64_t norm,
                           const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                          double norm_eps) {
+                          double norm_eps, const std::optional<Tensor>& shared_gate_weight,
+                          const std::optional<Tensor>& shared_up_weight,
+                          const std::optional<Tensor>& shared_down_weight,
+                          const std::optional<Tensor>& shared_logits) {
   const int64_t num_experts = check_scores(logits, down_weight, first_expert),
                 rows = logits.numel() / num_experts;
+  const SharedWeights shared{shared_gate_weight, shared_up_weight, shared_down_weight, shared_logits};
+  check_shared(shared, x, rows, "routed_experts");
   const Tensor scores = torch::stable::view(hf_fastpath::contiguous(logits), {rows, num_experts});
   const Tensor ids = torch::stable::new_empty(scores, {rows, top_k}, ScalarType::Long);
   const Tensor weights = topk_softmax_cpu(scores, ids, normalized, rounded, programmatic_launch);
@@ -31,9 +38,12 @@ Tensor routed_experts_cpu(const Tensor& x, const Tensor& logits, const Tensor& g
     for (int64_t i = 0; i < rows * top_k; ++i) chosen[i] -= *first_expert;
   }
   const Tensor input = normed_cpu(x, norm_of(norm, "routed_experts"), norm_weight, norm_bias, norm_eps);
-  return fused_experts_cpu(input, ids, weights, gate_up_weight, down_weight, residual, activation,
-                           programmatic_launch, gate_up_bias, down_bias, transposed, alpha, limit,
-                           concatenated);
+  const Tensor chosen =
+      fused_experts_cpu(input, ids, weights, gate_up_weight, down_weight, residual, activation,
+                        programmatic_launch, gate_up_bias, down_bias, transposed, alpha, limit, concatenated);
+  if (!shared.are_there()) return chosen;
+  return with_shared_cpu(chosen, shared, input, activation, NormKind::kNone, std::nullopt, std::nullopt, 0.0,
+                         programmatic_launch);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("routed_experts", TORCH_BOX(&routed_experts_cpu)); }

@@ -1,6 +1,7 @@
 // torch.ops.hf_fastpath.routed_experts on a GPU: see hf_fastpath/ops/routed_experts.py for the contract.
 #include "common/composed_ops.h"
 #include "fused_experts/fused_experts_cuda_glue.h"
+#include "routed_experts/shared_expert_glue.h"
 #include "topk_softmax/topk_softmax_glue.h"
 
 namespace hf_fastpath {
@@ -19,6 +20,13 @@ bool fits_norm(const Tensor& x, const std::optional<Tensor>& weight) {
          reinterpret_cast<uintptr_t>(weight->const_data_ptr()) % 16 == 0;
 }
 
+// The places that a shared expert takes among those of one row; 0 if the experts' kernels do not take it.
+int places_of(const FusedExpertsParams& p, const SharedWeights& shared) {
+  if (!shared.are_there() || p.up_row == 0 || shared.gate->size(0) % p.width != 0) return 0;
+  const int64_t places = shared.gate->size(0) / p.width;
+  return places + p.top_k <= kMaxTopK ? static_cast<int>(places) : 0;
+}
+
 }  // namespace
 
 Tensor routed_experts_cuda(const Tensor& x, const Tensor& logits, const Tensor& gate_up_weight,
@@ -28,10 +36,15 @@ Tensor routed_experts_cuda(const Tensor& x, const Tensor& logits, const Tensor& 
                            bool transposed, double alpha, double limit, bool concatenated,
                            const std::optional<int64_t>& first_expert, int64_t norm,
                            const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                           double norm_eps) {
+                           double norm_eps, const std::optional<Tensor>& shared_gate_weight,
+                           const std::optional<Tensor>& shared_up_weight,
+                           const std::optional<Tensor>& shared_down_weight,
+                           const std::optional<Tensor>& shared_logits) {
   const DeviceGuard guard(x);
   const int64_t num_experts = check_scores(logits, down_weight, first_expert),
                 rows = logits.numel() / num_experts;
+  const SharedWeights shared{shared_gate_weight, shared_up_weight, shared_down_weight, shared_logits};
+  check_shared(shared, x, rows, kOp);
   ExpertsOnGpu call(kOp, x, rows, top_k, gate_up_weight, down_weight, residual, activation,
                     programmatic_launch, gate_up_bias, down_bias, transposed, alpha, limit, concatenated);
   FusedExpertsParams& p = call.params;
@@ -47,18 +60,30 @@ Tensor routed_experts_cuda(const Tensor& x, const Tensor& logits, const Tensor& 
   } else if (kind != NormKind::kNone) {
     p.x = call.keep(normed_cuda(x, kind, norm_weight, norm_bias, norm_eps)).data_ptr();
   }
+  const int places = is_row ? places_of(p, shared) : 0;
+  if (places > 0) {
+    call.share({shared.gate->data_ptr(), shared.up->data_ptr(), shared.down->data_ptr(),
+                shared.gate->stride(0), shared.up->stride(0), shared.down->stride(0),
+                shared.logits ? shared.logits->data_ptr() : nullptr, places});
+  }
+  const auto launched = [&] {
+    const Tensor out = call.launch(stream);
+    if (!shared.are_there() || places > 0) return out;
+    return with_shared_cuda(out, shared, x, activation, kind, norm_weight, norm_bias, norm_eps,
+                            programmatic_launch);
+  };
   if ((dtype == p.dtype || dtype == DType::kFloat32) && num_experts <= kMostRouted && is_row) {
     p.logits = scores.data_ptr(), p.logits_dtype = dtype;
     p.num_scored = static_cast<int>(num_experts);
     p.normalized = normalized, p.rounded = rounded;
-    return call.launch(stream);
+    return launched();
   }
   const Tensor ids = torch::stable::new_empty(scores, {rows, top_k}, ScalarType::Long);
   const Tensor weights = topk_softmax_cuda(torch::stable::view(scores, {rows, num_experts}), ids, normalized,
                                            rounded, programmatic_launch);
   p.expert_ids = static_cast<const int64_t*>(ids.data_ptr());
   p.expert_weights = static_cast<const float*>(weights.data_ptr());
-  return call.launch(stream);
+  return launched();
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("routed_experts", TORCH_BOX(&routed_experts_cuda)); }

@@ -21,11 +21,13 @@ __global__ void __launch_bounds__(kWarpSize) topk_softmax_kernel(TopkSoftmaxPara
   const T* logits = static_cast<const T*>(p.logits) + int64_t(blockIdx.x) * p.num_experts;
   wait_for_previous_kernel();
   const auto logit = [&](int i) { return to_float(Chunk<T, 1>::load_l2(logits + i)); };
-  const Choice choice = choose<kPerLane>(logit, p.num_experts, p.top_k, p.normalized, lane);
+  Router<kPerLane> router;
+  const int expert = router.choose(logit, p.num_experts, p.top_k, lane);
+  const float weight = router.weight(p.normalized, lane);
   if (lane >= p.top_k) return;
   const int64_t place = int64_t(blockIdx.x) * p.top_k + lane;
-  p.weights[place] = p.rounded ? to_float(from_float<T>(choice.weight)) : choice.weight;
-  p.ids[place] = choice.expert;
+  p.weights[place] = p.rounded ? to_float(from_float<T>(weight)) : weight;
+  p.ids[place] = expert;
 }
 
 }  // namespace

@@ -5,10 +5,21 @@ from __future__ import annotations
 import torch
 
 from ..choices import Activation, NormKind
-from ..registry import FLOAT_DTYPES, OpSpec, Sample, nbytes, register
+from ..registry import (
+    FLOAT_DTYPES,
+    OpSpec,
+    Sample,
+    choice_reason,
+    nbytes,
+    register,
+    shape_reason,
+    tensor_reasons,
+)
 from .fused_experts import MAX_TOP_K, UNGATED
 from .fused_experts import reference as fused_experts
 from .fused_experts import why_not as experts_why_not
+from .fused_swiglu import GATES
+from .fused_swiglu import reference as gated
 from .norm import NORM_SCHEMA, norm_reasons, normed
 from .topk_softmax import MAX_EXPERTS
 from .topk_softmax import reference as topk_softmax
@@ -36,6 +47,10 @@ def reference(
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
+    shared_gate_weight: torch.Tensor | None = None,
+    shared_up_weight: torch.Tensor | None = None,
+    shared_down_weight: torch.Tensor | None = None,
+    shared_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run ``fused_experts`` on ``norm(x)`` with the experts and weights that ``topk_softmax`` makes of ``logits``.
 
@@ -49,15 +64,21 @@ def reference(
         first_expert: the weights are those of experts first_expert to first_expert + num_experts - 1, and chosen
             experts without weights add nothing; None if the weights are those of all.
         norm, norm_weight, norm_bias, norm_eps: as of ``gemv``. The residual is not normed.
+        shared_gate_weight, shared_up_weight: [shared_size, hidden_size] of an expert that every row goes through
+            besides; rows may be strided, the last dimension is contiguous. None without one.
+        shared_down_weight: [hidden_size, shared_size], as ``shared_gate_weight``; goes with the two.
+        shared_logits: [..., 1], as many rows as x: the shared expert's output is multiplied by their sigmoid. Or None.
 
     Returns:
         [..., hidden_size] in x's dtype, contiguous.
 
     Raises:
-        OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or the activation is unknown.
+        OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or the activation is unknown,
+            or not one that a shared expert can have: silu, gelu_tanh or gelu.
 
     Source: transformers ``models/mixtral/modeling_mixtral.py@5.23``, ``MixtralSparseMoeBlock``;
-    ``models/gpt_oss/modeling_gpt_oss.py@5.23``, ``GptOssMLP``.
+    ``models/gpt_oss/modeling_gpt_oss.py@5.23``, ``GptOssMLP``; shared
+    ``models/qwen3_5_moe/modeling_qwen3_5_moe.py@5.24``, ``Qwen3_5MoeSparseMoeBlock``.
     """
     x = normed(x, norm, norm_weight, norm_bias, norm_eps)
     scores = logits.reshape(-1, logits.shape[-1])
@@ -65,9 +86,15 @@ def reference(
     weights = topk_softmax(scores, ids, normalized, rounded)
     ids = ids - (first_expert or 0)
     stacks, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
-    return fused_experts(
+    chosen = fused_experts(
         x, ids, weights, *stacks, residual, activation, False, *biases, transposed, alpha, limit, concatenated
     )
+    if shared_gate_weight is None or shared_up_weight is None or shared_down_weight is None:
+        return chosen
+    hidden = gated(x @ shared_gate_weight.T, x @ shared_up_weight.T, activation)
+    if shared_logits is not None:
+        hidden = hidden * torch.sigmoid(shared_logits.reshape(*x.shape[:-1], 1))
+    return chosen + hidden @ shared_down_weight.T
 
 
 def fake(x):
@@ -91,6 +118,10 @@ def why_not(
     norm,
     norm_weight,
     norm_bias,
+    shared_gate_weight,
+    shared_up_weight,
+    shared_down_weight,
+    shared_logits,
 ) -> list[str]:
     held = down_weight.shape[0] if down_weight.dim() else 0
     num_experts = logits.shape[-1] if logits.dim() else 0
@@ -109,6 +140,8 @@ def why_not(
     rows, scored = x.numel() // max(1, x.shape[-1]) if x.dim() else 0, logits.numel() // max(1, num_experts)
     if rows != scored:
         reasons.append(f"logits has {scored} rows, expected the {rows} of x")
+    shared = shared_gate_weight, shared_up_weight, shared_down_weight, shared_logits
+    reasons += _shared_reasons(x, *shared, activation, rows)
     if not 1 <= top_k <= MAX_TOP_K:
         return [*reasons, f"top_k is {top_k}, expected 1 to {MAX_TOP_K}"]
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
@@ -129,6 +162,31 @@ def why_not(
     )
 
 
+def _shared_reasons(x, gate, up, down, logits, activation, rows) -> list[str]:
+    """Return what is wrong with the weights of a shared expert."""
+    named = {"shared_gate_weight": gate, "shared_up_weight": up, "shared_down_weight": down}
+    absent = [name for name, each in named.items() if each is None]
+    if len(absent) == 3 and logits is None:
+        return []
+    if absent:
+        return [f"{', '.join(absent)} are missing: the weights of a shared expert go together"]
+    if gate.dim() != 2 or not x.dim():
+        return [f"shared_gate_weight has shape {tuple(gate.shape)}, expected [features, hidden_size]"]
+    size, hidden_size = len(gate), x.shape[-1]
+    reasons = tensor_reasons(x, **named) + choice_reason("activation", activation, GATES)
+    for name, shape in zip(named, ((size, hidden_size), (size, hidden_size), (hidden_size, size))):
+        reasons += shape_reason(name, named[name], shape)
+        if named[name].stride(-1) != 1:
+            reasons.append(f"{name} has strides {named[name].stride()}: make its rows contiguous")
+    if logits is not None:
+        reasons += tensor_reasons(x, shared_logits=logits)
+        if logits.numel() != rows:
+            reasons.append(
+                f"shared_logits has shape {tuple(logits.shape)}, expected one number for each of {rows} rows"
+            )
+    return reasons
+
+
 def moved(
     x,
     logits,
@@ -141,16 +199,24 @@ def moved(
     first_expert,
     norm_weight,
     norm_bias,
+    shared_gate_weight,
+    shared_up_weight,
+    shared_down_weight,
+    shared_logits,
 ) -> int:
     first = first_expert or 0
     chosen = logits.reshape(-1, logits.shape[-1]).topk(top_k).indices.unique()
     count = int(((chosen >= first) & (chosen < first + len(down_weight))).sum())
     weights = count * nbytes(gate_up_weight, down_weight, gate_up_bias, down_bias) // gate_up_weight.shape[0]
-    return 2 * nbytes(x) + nbytes(logits, residual, norm_weight, norm_bias) + weights
+    weights += nbytes(shared_gate_weight, shared_up_weight, shared_down_weight)
+    return 2 * nbytes(x) + nbytes(logits, residual, norm_weight, norm_bias, shared_logits) + weights
 
 
 def samples(device: torch.device, dtype: torch.dtype):
-    def call(rows, top_k, num_scored, hidden_size, width, residual=False, biases=False, of=None, held=None, **options):
+    def call(
+        rows, top_k, num_scored, hidden_size, width, residual=False, biases=False, of=None, held=None, shared=0,
+        is_shut=False, **options,
+    ):  # fmt: skip
         num_experts = held or num_scored
 
         def randn(*shape, std=1.0):
@@ -165,6 +231,12 @@ def samples(device: torch.device, dtype: torch.dtype):
             stacks, down = (stack.mT.contiguous() for stack in (stacks, down))
         if biases:
             options |= dict(gate_up_bias=randn(num_experts, 2 * width), down_bias=randn(num_experts, hidden_size))
+        if shared:
+            options |= {
+                f"shared_{name}_weight": randn(shared, hidden_size, std=hidden_size**-0.5) for name in ("gate", "up")
+            }
+            options["shared_down_weight"] = randn(hidden_size, shared, std=shared**-0.5)
+            options["shared_logits"] = randn(1, rows, 1) if is_shut else None
         added = randn(1, rows, hidden_size) if residual else None
         logits = logits.to(of or dtype).unsqueeze(0)
         return Sample(randn(1, rows, hidden_size), logits, stacks, down, top_k, added, **options)
@@ -190,6 +262,15 @@ def samples(device: torch.device, dtype: torch.dtype):
         rms = dict(norm=NormKind.RMS_OFFSET if rows > 1 else NormKind.RMS, norm_eps=1e-5, **options)
         yield call(rows, 2, 8, 256, 40, norm_weight=torch.randn(256, device=device).to(dtype), residual=True, **rms)
     yield call(1, 2, 6, 40, 24, norm=NormKind.LAYER, norm_eps=1e-5)
+    offset = dict(norm=NormKind.RMS_OFFSET, norm_weight=torch.randn(256, device=device).to(dtype), norm_eps=1e-6)
+    yield call(
+        1, 8, 256, 256, 64, residual=True, shared=64, is_shut=True, programmatic_launch=True, **offset
+    )  # Qwen3.5
+    yield call(1, 6, 64, 128, 88, residual=True, shared=176, programmatic_launch=True)  # DeepSeek-V2
+    yield call(1, 3, 260, 64, 40, shared=160, is_shut=True, of=torch.float32)
+    yield call(1, 2, 8, 96, 40, residual=True, shared=60)  # not as wide as several experts
+    yield call(5, 2, 8, 64, 72, residual=True, shared=72, is_shut=True, norm=NormKind.LAYER, norm_eps=1e-5)
+    yield call(1, 2, 8, 64, 32, shared=64, transposed=True, concatenated=True)
 
 
 SPEC = register(
@@ -199,7 +280,9 @@ SPEC = register(
             "(Tensor x, Tensor logits, Tensor gate_up_weight, Tensor down_weight, int top_k, Tensor? residual=None, "
             "bool normalized=True, bool rounded=False, int activation=2, bool programmatic_launch=False, "
             "Tensor? gate_up_bias=None, Tensor? down_bias=None, bool transposed=False, float alpha=1.702, "
-            f"float limit=7.0, bool concatenated=False, int? first_expert=None, {NORM_SCHEMA}) -> Tensor"
+            f"float limit=7.0, bool concatenated=False, int? first_expert=None, {NORM_SCHEMA}, "
+            "Tensor? shared_gate_weight=None, Tensor? shared_up_weight=None, Tensor? shared_down_weight=None, "
+            "Tensor? shared_logits=None) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -155,12 +155,19 @@ def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=N
     return ops.fused_experts.reference(x, ids, weights, *stacks, residual, activation, **layout)
 
 
-def routed_experts(x, logits, top_k, normalized, rounded, norm=None, **others):
-    """Run the experts that ``ops.topk_softmax`` chooses by ``logits``; ``others`` are arguments of :func:`experts`."""
+def routed_experts(x, logits, top_k, normalized, rounded, norm=None, shared_gate_weight=None, shared_up_weight=None,
+                   shared_down_weight=None, shared_logits=None, **others):  # fmt: skip
+    """Run the experts that ``ops.topk_softmax`` chooses by ``logits``, and a shared one if there is, see
+    ``ops.routed_experts``; ``others`` are arguments of :func:`experts`."""
     x = x if norm is None else normed(x, norm)
     ids = torch.empty(logits.numel() // logits.shape[-1], top_k, dtype=torch.int64, device=x.device)
     weights = topk_softmax(logits.flatten(0, -2), ids, normalized, rounded)
-    return experts(x, ids, weights, **others)
+    chosen = experts(x, ids, weights, **others)
+    if shared_gate_weight is None:
+        return chosen
+    hidden = gated(x, shared_gate_weight, shared_up_weight, others["activation"])
+    hidden = hidden if shared_logits is None else sigmoid_gated(hidden, shared_logits)
+    return chosen + linear(hidden, shared_down_weight)
 
 
 def other_experts(x, ids, weights, module, first_expert=None):

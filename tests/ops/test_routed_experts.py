@@ -7,6 +7,7 @@ import torch
 from checks import assert_matches, common_tests, over_dtypes, replaced
 
 from hf_fastpath import ops
+from hf_fastpath.choices import Activation
 from hf_fastpath.ops.fused_experts import EXPERT_GATES
 from hf_fastpath.ops.fused_swiglu import GATES
 from hf_fastpath.ops.routed_experts import SPEC
@@ -15,8 +16,10 @@ from hf_fastpath.registry import OpInputError, Sample
 CPU = torch.device("cpu")
 
 
-def call(device, dtype, rows, top_k, num_experts, hidden_size, width, transposed=False, scores=None, **options):
-    """Make a call whose scores differ within a row in every dtype."""
+def call(
+    device, dtype, rows, top_k, num_experts, hidden_size, width, transposed=False, scores=None, shared=0, **options
+):  # fmt: skip
+    """Make a call whose scores differ within a row in every dtype; ``shared``: features of a shared expert."""
 
     def randn(*shape):
         return torch.randn(*shape, device=device).to(dtype)
@@ -26,6 +29,9 @@ def call(device, dtype, rows, top_k, num_experts, hidden_size, width, transposed
     if transposed:
         gate_up, down = ((experts, columns, features) for experts, features, columns in (gate_up, down))
         options |= dict(gate_up_bias=randn(num_experts, 2 * width), down_bias=randn(num_experts, hidden_size))
+    if shared:
+        options |= {f"shared_{name}_weight": randn(shared, hidden_size) * hidden_size**-0.5 for name in ("gate", "up")}
+        options["shared_down_weight"] = randn(hidden_size, shared) * shared**-0.5
     return Sample(
         x=randn(rows, hidden_size),
         logits=(order / 8 - 2).to(scores or dtype),
@@ -56,6 +62,15 @@ def odd_sizes(device, dtype):
         for activation in EXPERT_GATES if hidden_size > 1 else ():  # biases alone may cancel each other
             yield call(device, dtype, *sizes, transposed=True, activation=activation, normalized=False, rounded=True)
     yield call(device, dtype, 1, 2, 6, 10248, 8)  # a row that no block keeps in float32
+    yield call(device, dtype, 1, 2, 6, 10248, 8, shared=16)
+    for width in (704, 1408):  # more places than a ring has slots, of float32 and of 16 bits
+        yield call(device, dtype, 1, 8, 10, 40, width)
+        yield call(
+            device, dtype, 1, 6, 10, 40, width, shared=3 * width, shared_logits=torch.randn(1, 1).to(device, dtype)
+        )
+    for shared in (16, 24 * 16, 31 * 16, 17):
+        yield call(device, dtype, 1, 2, 200, 72, 16, shared=shared, residual=torch.randn(1, 72).to(device, dtype))
+        yield call(device, dtype, 1, 8, 9, 33, 17, shared=shared)
     yield call(device, dtype, 1, 3, 20, 200, 300, scores=torch.float32, rounded=True)
 
 
@@ -120,6 +135,42 @@ def test_routed_experts_special_values(device, dtype):
         sample.kwargs["logits"][0, 3] = torch.nan
         result = assert_matches(SPEC, sample)
         assert result[0].isnan().all() and result[1:].isfinite().all()
+
+
+@over_dtypes
+@pytest.mark.parametrize(("rows", "width"), ((1, 24), (1, 22), (3, 24)))
+def test_routed_experts_adds_a_shared_expert(rows, width, device, dtype):
+    """What it adds does not depend on who is chosen, and is nothing behind a gate that is shut."""
+    shut = torch.full((rows, 1), -torch.inf, device=device, dtype=dtype)
+    sample = call(device, dtype, rows, 2, 6, 40, 24, shared=width)
+    assert_matches(SPEC, sample)
+    without = {name: each for name, each in sample.kwargs.items() if not name.startswith("shared_")}
+    found = SPEC(**(sample.kwargs | {"shared_logits": shut}))
+    torch.testing.assert_close(found, SPEC(**without), rtol=0, atol=0)
+    none = sample.kwargs | {"gate_up_weight": torch.zeros_like(sample.kwargs["gate_up_weight"])}
+    assert_matches(SPEC, Sample(**none))
+    other = none | {"logits": sample.kwargs["logits"].flip(-1)}
+    assert torch.equal(SPEC(**none), SPEC(**other)) and SPEC(**none).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"shared_up_weight": None}, "shared_up_weight are missing: the weights of a shared expert go together"),
+        ({"shared_gate_weight": None, "shared_up_weight": None, "shared_down_weight": None}, "go together"),
+        ({"shared_gate_weight": torch.zeros(9, 8)}, "shared_gate_weight has shape"),
+        ({"shared_down_weight": torch.zeros(9, 40).T}, "shared_down_weight has strides"),
+        ({"shared_up_weight": torch.zeros(9, 40, dtype=torch.float16)}, "shared_up_weight"),
+        ({"shared_logits": torch.zeros(3, 1)}, r"shared_logits has shape \(3, 1\), expected one number for each of 2"),
+        ({"transposed": True, "activation": Activation.CLAMPED_SWIGLU}, "activation"),
+    ),
+)
+def test_routed_experts_names_the_fault_in_a_shared_expert(change, message):
+    sample = call(CPU, torch.float32, 2, 2, 3, 40, 24, shared=9, shared_logits=torch.zeros(2, 1))
+    with pytest.raises(OpInputError, match=message):
+        SPEC(**replaced(SPEC, sample, **change).kwargs)
+    with pytest.raises(RuntimeError):
+        SPEC.overload(**replaced(SPEC, sample, **change).kwargs)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fastpath.compat import CACHE
@@ -68,6 +69,30 @@ class Of(nn.Module):
 
     def forward(self, x, positions=None, cache=None):
         return self.function(self, x, positions, cache)
+
+
+class Experts(nn.Module):
+    """Experts behind transformers' seam."""
+
+    def __init__(self, num_experts: int = 6, width: int = 8, act_fn=None, has_gate=True, has_bias=False, **how):
+        super().__init__()
+        first, features = ("gate_up_proj", 2 * width) if has_gate else ("up_proj", width)
+        sides = {first: (features, WIDTH), "down_proj": (WIDTH, width)}
+        for name, each in sides.items():
+            each = each[::-1] if how.get("is_transposed") else each
+            setattr(self, name, nn.Parameter(torch.randn(num_experts, *each) / 4))
+            if has_bias:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.randn(num_experts, sides[name][0])))
+        self.act_fn = act_fn or nn.SiLU()
+        how = dict(is_transposed=False, is_concatenated=True, has_post_expert_norm=False) | how
+        vars(self).update(how, has_gate=has_gate, has_bias=has_bias, _is_expert_parallel=False, num_experts=num_experts)
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1) if self.is_concatenated else (gate_up[..., ::2], gate_up[..., 1::2])
+        return self.act_fn(gate) * up
+
+    def forward(self, x, ids, weights):
+        return ALL_EXPERTS_FUNCTIONS["hf_fastpath_recorded"](self, x, ids, weights)
 
 
 def parameter(*shape: int) -> nn.Parameter:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recordings import WIDTH, Decoder, Of, assert_same, calls_of, linear, logits, names, parameter, recorded
+from recordings import WIDTH, Decoder, Experts, Of, assert_same, calls_of, linear, logits, names, parameter, recorded
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_fastpath.choices import Activation, NormKind
 from hf_fastpath.recording import marks
@@ -431,38 +430,14 @@ def test_rows_that_meet_others_stay_rows():
     assert names(recording) == before
 
 
-class _Experts(nn.Module):
-    """Experts behind transformers' seam."""
-
-    def __init__(self, num_experts: int = 6, width: int = 8, act_fn=None, has_gate=True, has_bias=False, **how):
-        super().__init__()
-        first, features = ("gate_up_proj", 2 * width) if has_gate else ("up_proj", width)
-        sides = {first: (features, WIDTH), "down_proj": (WIDTH, width)}
-        for name, each in sides.items():
-            each = each[::-1] if how.get("is_transposed") else each
-            setattr(self, name, nn.Parameter(torch.randn(num_experts, *each) / 4))
-            if has_bias:
-                setattr(self, f"{name}_bias", nn.Parameter(torch.randn(num_experts, sides[name][0])))
-        self.act_fn = act_fn or nn.SiLU()
-        how = dict(is_transposed=False, is_concatenated=True, has_post_expert_norm=False) | how
-        vars(self).update(how, has_gate=has_gate, has_bias=has_bias, _is_expert_parallel=False, num_experts=num_experts)
-
-    def _apply_gate(self, gate_up):
-        gate, up = gate_up.chunk(2, dim=-1) if self.is_concatenated else (gate_up[..., ::2], gate_up[..., 1::2])
-        return self.act_fn(gate) * up
-
-    def forward(self, x, ids, weights):
-        return ALL_EXPERTS_FUNCTIONS["hf_fastpath_recorded"](self, x, ids, weights)
-
-
-class _InFloat32(_Experts):
+class _InFloat32(Experts):
     """A gate that computes in float32, as Beam's."""
 
     def _apply_gate(self, gate_up):
         return super()._apply_gate(gate_up.float()).to(gate_up.dtype)
 
 
-class _Bounded(_Experts):
+class _Bounded(Experts):
     """A gate whose values are bounded, as DeepSeek-V4's."""
 
     def _apply_gate(self, gate_up):
@@ -472,15 +447,15 @@ class _Bounded(_Experts):
 TRANSPOSED = dict(is_transposed=True)
 #: name -> experts, and the arguments of the op that they are besides their weights
 LAYOUTS = {
-    "plain": (_Experts(), dict(activation=Activation.SILU)),
-    "gelu": (_Experts(act_fn=nn.GELU()), dict(activation=Activation.GELU)),
-    "tanh": (_Experts(act_fn=nn.GELU("tanh")), dict(activation=Activation.GELU_TANH)),
-    "a function": (_Experts(act_fn=functional.silu), dict(activation=Activation.SILU)),
+    "plain": (Experts(), dict(activation=Activation.SILU)),
+    "gelu": (Experts(act_fn=nn.GELU()), dict(activation=Activation.GELU)),
+    "tanh": (Experts(act_fn=nn.GELU("tanh")), dict(activation=Activation.GELU_TANH)),
+    "a function": (Experts(act_fn=functional.silu), dict(activation=Activation.SILU)),
     "float32": (_InFloat32(), dict(activation=Activation.SILU)),
-    "no gate": (_Experts(act_fn=lambda x: x.relu().square(), has_gate=False), dict(activation=Activation.SQUARED_RELU)),
-    "transposed": (_Experts(**TRANSPOSED), dict(activation=Activation.SILU, transposed=True, concatenated=True)),
+    "no gate": (Experts(act_fn=lambda x: x.relu().square(), has_gate=False), dict(activation=Activation.SQUARED_RELU)),
+    "transposed": (Experts(**TRANSPOSED), dict(activation=Activation.SILU, transposed=True, concatenated=True)),
     "in turn": (
-        _Experts(**TRANSPOSED, is_concatenated=False, has_bias=True),
+        Experts(**TRANSPOSED, is_concatenated=False, has_bias=True),
         dict(activation=Activation.SILU, transposed=True, concatenated=False),
     ),
 }
@@ -511,10 +486,10 @@ def test_experts_of_a_module(case):
 
 OTHER_EXPERTS = {
     "bounded": _Bounded(),
-    "another activation": _Experts(act_fn=nn.Tanh()),
-    "no gate, another activation": _Experts(act_fn=nn.GELU(), has_gate=False),
-    "biases of plain weights": _Experts(has_bias=True),
-    "weights of float64": _Experts().double(),
+    "another activation": Experts(act_fn=nn.Tanh()),
+    "no gate, another activation": Experts(act_fn=nn.GELU(), has_gate=False),
+    "biases of plain weights": Experts(has_bias=True),
+    "weights of float64": Experts().double(),
 }
 
 
@@ -615,7 +590,7 @@ def routed(route, **inside):
         rows = x.view(-1, WIDTH)
         return m.experts(rows, *route(m, m.router(rows))).view(x.shape)
 
-    return recorded(step, 2, 1, router=linear(6), experts=_Experts(), **inside)
+    return recorded(step, 2, 1, router=linear(6), experts=Experts(), **inside)
 
 
 def _softmax_first(m, scores):
@@ -679,7 +654,7 @@ def test_experts_add_a_residual():
         rows = x.view(-1, WIDTH)
         return x + m.experts(rows, *_softmax_first(m, m.router(rows))).view(x.shape)
 
-    recording, model = recorded(step, router=linear(6), experts=_Experts())
+    recording, model = recorded(step, router=linear(6), experts=Experts())
     assert_same(recording, model, PASSES)
     (call,) = calls_of(recording, marks.routed_experts)
     assert call.arguments["residual"] is not None and "add" not in names(recording)

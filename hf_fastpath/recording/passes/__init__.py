@@ -29,6 +29,7 @@ from . import (
     products,
     products_of_heads,
     scaled_experts,
+    shared_experts,
     states,
     views,
 )
@@ -81,6 +82,7 @@ PASSES: tuple[Pass, ...] = (
     products.residuals,
     norms.norm_factors,
     products.norms_in_front,
+    shared_experts.shared_experts,
     joined_products.joined_products,
     joined_products.joined_gathers,
 )
