@@ -105,7 +105,7 @@ REFERENCE_NAMES = {
     "joined_gemv": "norm, F.linear of each, cat",
     "fused_experts": "batched_mm",
     "routed_experts": "norm, topk, batched_mm",
-    "topk_softmax": "softmax, topk, division",
+    "choose_experts": "softmax, topk, division",
     "decode_layers": "layer by layer",
     "packed_layers": "dequantize, layer by layer",
     "greedy_token": "argmax, copies",

@@ -147,7 +147,7 @@ SHAPES: dict[str, list[Call]] = {
         experts_call("qwen3-30b 8 of 128, 8 rows", 2048, 768, 128, 8, rows=8, routed=True, dtypes=("bf16",)),
         experts_call("gpt-oss-20b 4 of 32", 2880, 2880, 32, 4, transposed=True, routed=True, dtypes=("bf16",)),
     ],
-    "topk_softmax": [router_call("mixtral 2 of 8", 8, 2), router_call("qwen3-30b 8 of 128", 128, 8)],
+    "choose_experts": [router_call("mixtral 2 of 8", 8, 2), router_call("qwen3-30b 8 of 128", 128, 8)],
     "append_attention": [
         append_call("mistral 16k, 8 new", 32, 8, 128, 16384, 8),
         append_call("mistral 16k, 64 new", 32, 8, 128, 16384, 64),

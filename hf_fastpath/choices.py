@@ -70,6 +70,13 @@ class NormKind(Choice):
         return 1.0 if self == NormKind.RMS_OFFSET else 0.0
 
 
+class Scoring(Choice):
+    """``Scoring`` of ``csrc/choose_experts/choose_experts_params.h``: what a router's scores are of its logits."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+
+
 class PackedFormat(Choice):
     """``PackedFormat`` of ``csrc/packed_gemv/packed_format.h``: the names are those of ``quantization.FORMATS``."""
 

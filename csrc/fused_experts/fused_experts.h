@@ -34,7 +34,7 @@ struct FusedExpertsParams {
   const int64_t* expert_ids;    // [rows, top_k]; one outside of first_expert + [0, num_experts) adds nothing
   const float* expert_weights;  // [rows, top_k]
   const void* logits;        // [num_scored]: a router's scores of the only row, whose choice the kernels make
-                             // instead, as topk_softmax; or null; see takes_row
+                             // instead, as choose_experts; or null; see takes_row
   SharedExpert shared;       // see takes_row
   ExpertStack gate_up;       // rows: gate [width], from up_row on up [width]; columns [hidden_size]
   ExpertStack down;          // rows [hidden_size], columns [width]
@@ -53,7 +53,7 @@ struct FusedExpertsParams {
   bool clamped;  // gate * sigmoid(alpha * gate) * (up + 1) instead, of values clamped to `limit`
   float alpha, limit;
   bool concatenated;            // of transposed stacks: gate columns, then up columns, instead of in turn
-  bool normalized, rounded;     // as of topk_softmax; with logits
+  bool normalized, rounded;     // as of choose_experts; with logits
   const void* norm_weight;      // [hidden_size], of an RMS norm of x; or null; see takes_row
   float norm_eps, norm_offset;  // factors are norm_offset + norm_weight
   bool programmatic_launch;     // may start before the kernel in front on the stream is complete

@@ -7,7 +7,7 @@
 #include "common/warp.cuh"
 #include "fused_experts/fused_experts.h"
 #include "fused_experts/fused_experts_device.cuh"
-#include "topk_softmax/choose.cuh"
+#include "choose_experts/router.cuh"
 
 namespace hf_fastpath {
 

@@ -1,13 +1,10 @@
 // torch.ops.hf_fastpath.routed_experts on a GPU: see hf_fastpath/ops/routed_experts.py for the contract.
+#include "choose_experts/choose_experts_glue.h"
 #include "common/composed_ops.h"
 #include "fused_experts/fused_experts_cuda_glue.h"
 #include "routed_experts/shared_expert_glue.h"
-#include "topk_softmax/topk_softmax_glue.h"
 
 namespace hf_fastpath {
-
-Tensor topk_softmax_cuda(const Tensor& logits, const Tensor& expert_ids, bool normalized, bool rounded,
-                         bool programmatic_launch);
 
 namespace {
 
@@ -29,20 +26,21 @@ int places_of(const FusedExpertsParams& p, const SharedWeights& shared) {
 
 }  // namespace
 
-Tensor routed_experts_cuda(const Tensor& x, const Tensor& logits, const Tensor& gate_up_weight,
-                           const Tensor& down_weight, int64_t top_k, const std::optional<Tensor>& residual,
-                           bool normalized, bool rounded, int64_t activation, bool programmatic_launch,
-                           const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
-                           bool transposed, double alpha, double limit, bool concatenated,
-                           const std::optional<int64_t>& first_expert, int64_t norm,
-                           const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                           double norm_eps, const std::optional<Tensor>& shared_gate_weight,
-                           const std::optional<Tensor>& shared_up_weight,
-                           const std::optional<Tensor>& shared_down_weight,
-                           const std::optional<Tensor>& shared_logits) {
+Tensor routed_experts_cuda(
+    const Tensor& x, const Tensor& logits, const Tensor& gate_up_weight, const Tensor& down_weight,
+    int64_t top_k, const std::optional<Tensor>& residual, bool normalized, bool rounded, int64_t activation,
+    bool programmatic_launch, const std::optional<Tensor>& gate_up_bias,
+    const std::optional<Tensor>& down_bias, bool transposed, double alpha, double limit, bool concatenated,
+    const std::optional<int64_t>& first_expert, int64_t norm, const std::optional<Tensor>& norm_weight,
+    const std::optional<Tensor>& norm_bias, double norm_eps, const std::optional<Tensor>& shared_gate_weight,
+    const std::optional<Tensor>& shared_up_weight, const std::optional<Tensor>& shared_down_weight,
+    const std::optional<Tensor>& shared_logits, int64_t scoring, const std::optional<Tensor>& correction_bias,
+    int64_t num_groups, int64_t top_groups, int64_t group_tops, double factor, double sum_eps) {
   const DeviceGuard guard(x);
   const int64_t num_experts = check_scores(logits, down_weight, first_expert),
                 rows = logits.numel() / num_experts;
+  const RouterArguments router{normalized, rounded,    scoring, correction_bias, num_groups,
+                               top_groups, group_tops, factor,  sum_eps};
   const SharedWeights shared{shared_gate_weight, shared_up_weight, shared_down_weight, shared_logits};
   check_shared(shared, x, rows, kOp);
   ExpertsOnGpu call(kOp, x, rows, top_k, gate_up_weight, down_weight, residual, activation,
@@ -72,15 +70,16 @@ Tensor routed_experts_cuda(const Tensor& x, const Tensor& logits, const Tensor& 
     return with_shared_cuda(out, shared, x, activation, kind, norm_weight, norm_bias, norm_eps,
                             programmatic_launch);
   };
-  if ((dtype == p.dtype || dtype == DType::kFloat32) && num_experts <= kMostRouted && is_row) {
+  if ((dtype == p.dtype || dtype == DType::kFloat32) && num_experts <= kMostRouted && is_row &&
+      router.is_plain()) {
     p.logits = scores.data_ptr(), p.logits_dtype = dtype;
     p.num_scored = static_cast<int>(num_experts);
     p.normalized = normalized, p.rounded = rounded;
     return launched();
   }
   const Tensor ids = torch::stable::new_empty(scores, {rows, top_k}, ScalarType::Long);
-  const Tensor weights = topk_softmax_cuda(torch::stable::view(scores, {rows, num_experts}), ids, normalized,
-                                           rounded, programmatic_launch);
+  const Tensor weights =
+      chosen_experts_cuda(torch::stable::view(scores, {rows, num_experts}), ids, router, programmatic_launch);
   p.expert_ids = static_cast<const int64_t*>(ids.data_ptr());
   p.expert_weights = static_cast<const float*>(weights.data_ptr());
   return launched();

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..choices import Activation, Rotation
-from ..ops import fused_experts, topk_softmax
+from ..ops import choose_experts, fused_experts
 from ..ops.decode_attention import visible_slots
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import dequantized, gathered, quantized
@@ -60,14 +60,14 @@ def experts_and_weights(
 
     Args:
         top_k: number of experts for a row.
-        normalized, rounded: of ``ops.topk_softmax``; all other arguments are those of ``ops.fused_experts``.
+        normalized, rounded: of ``ops.choose_experts``; all other arguments are those of ``ops.fused_experts``.
 
     Returns:
         The output, of x's shape and dtype; and the experts' weights, float32 [rows, top_k].
     """
     scores = logits.flatten(0, -2)
     ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
-    weights = topk_softmax.overload(scores, ids, normalized, rounded, programmatic_launch)
+    weights = choose_experts.overload(scores, ids, normalized, rounded, programmatic_launch)
     stacks, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
     settings = (activation, programmatic_launch, *biases, transposed, alpha, limit, concatenated)
     return fused_experts.overload(x, ids, weights, *stacks, residual, *settings), weights

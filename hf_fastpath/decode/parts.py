@@ -17,8 +17,8 @@ from ..compat import (
     is_sharded,
     name_of,
 )
+from ..ops.choose_experts import MAX_EXPERTS
 from ..ops.fused_experts import EXPERT_GATES, MAX_TOP_K
-from ..ops.topk_softmax import MAX_EXPERTS
 from ..reasons import Cause
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .modules import (

@@ -6,6 +6,7 @@ instead of their names.
 
 from .add_rms_norm import SPEC as add_rms_norm
 from .append_attention import SPEC as append_attention
+from .choose_experts import SPEC as choose_experts
 from .decode_attention import SPEC as decode_attention
 from .decode_layers import SPEC as decode_layers
 from .exponential_race import SPEC as exponential_race
@@ -40,7 +41,6 @@ from .selective_state_step import SPEC as selective_state_step
 from .short_convolution import SPEC as short_convolution
 from .step_inputs import SPEC as step_inputs
 from .sum_ranks import SPEC as sum_ranks
-from .topk_softmax import SPEC as topk_softmax
 
 __all__ = [
     "add_rms_norm",
@@ -79,5 +79,5 @@ __all__ = [
     "short_convolution",
     "step_inputs",
     "sum_ranks",
-    "topk_softmax",
+    "choose_experts",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..choices import Activation, NormKind
+from ..choices import Activation, NormKind, Scoring
 from ..registry import (
     FLOAT_DTYPES,
     OpSpec,
@@ -15,14 +15,14 @@ from ..registry import (
     shape_reason,
     tensor_reasons,
 )
+from .choose_experts import MAX_EXPERTS, ROUTER_SCHEMA, router_reasons
+from .choose_experts import reference as choose_experts
 from .fused_experts import MAX_TOP_K, UNGATED
 from .fused_experts import reference as fused_experts
 from .fused_experts import why_not as experts_why_not
 from .fused_swiglu import GATES
 from .fused_swiglu import reference as gated
 from .norm import NORM_SCHEMA, norm_reasons, normed
-from .topk_softmax import MAX_EXPERTS
-from .topk_softmax import reference as topk_softmax
 
 
 def reference(
@@ -51,14 +51,21 @@ def reference(
     shared_up_weight: torch.Tensor | None = None,
     shared_down_weight: torch.Tensor | None = None,
     shared_logits: torch.Tensor | None = None,
+    scoring: Scoring = Scoring.SOFTMAX,
+    correction_bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_tops: int = 2,
+    factor: float = 1.0,
+    sum_eps: float = 0.0,
 ) -> torch.Tensor:
-    """Run ``fused_experts`` on ``norm(x)`` with the experts and weights that ``topk_softmax`` makes of ``logits``.
+    """Run ``fused_experts`` on ``norm(x)`` with the experts and weights that ``choose_experts`` makes of ``logits``.
 
     Args:
         x: [..., hidden_size], at most 16 rows in all.
         logits: [..., num_scored] float32, float16 or bfloat16, as many rows as x; at most 1024 experts.
         top_k: experts that a row chooses, 1 to 32, at most num_scored. Which of equal scores are chosen is open.
-        normalized, rounded: as of ``topk_softmax``.
+        normalized, rounded: as of ``choose_experts``.
         gate_up_weight, down_weight, residual, activation, programmatic_launch, gate_up_bias, down_bias, transposed,
         alpha, limit, concatenated: as of ``fused_experts``; norm_weight is one of the weights there.
         first_expert: the weights are those of experts first_expert to first_expert + num_experts - 1, and chosen
@@ -68,6 +75,7 @@ def reference(
             besides; rows may be strided, the last dimension is contiguous. None without one.
         shared_down_weight: [hidden_size, shared_size], as ``shared_gate_weight``; goes with the two.
         shared_logits: [..., 1], as many rows as x: the shared expert's output is multiplied by their sigmoid. Or None.
+        scoring, correction_bias, num_groups, top_groups, group_tops, factor, sum_eps: as of ``choose_experts``.
 
     Returns:
         [..., hidden_size] in x's dtype, contiguous.
@@ -83,7 +91,10 @@ def reference(
     x = normed(x, norm, norm_weight, norm_bias, norm_eps)
     scores = logits.reshape(-1, logits.shape[-1])
     ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=logits.device)
-    weights = topk_softmax(scores, ids, normalized, rounded)
+    groups = num_groups, top_groups, group_tops
+    weights = choose_experts(
+        scores, ids, normalized, rounded, False, scoring, correction_bias, *groups, factor, sum_eps
+    )
     ids = ids - (first_expert or 0)
     stacks, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
     chosen = fused_experts(
@@ -122,6 +133,12 @@ def why_not(
     shared_up_weight,
     shared_down_weight,
     shared_logits,
+    scoring,
+    correction_bias,
+    num_groups,
+    top_groups,
+    group_tops,
+    sum_eps,
 ) -> list[str]:
     held = down_weight.shape[0] if down_weight.dim() else 0
     num_experts = logits.shape[-1] if logits.dim() else 0
@@ -133,8 +150,13 @@ def why_not(
         reasons.append(f"first_expert is {first_expert}, expected 0 to {num_experts - held}: {held} have weights")
     if not 1 <= num_experts <= MAX_EXPERTS:
         reasons.append(f"there are {num_experts} experts, expected 1 to {MAX_EXPERTS}")
-    if top_k > num_experts:
-        reasons.append(f"top_k is {top_k}, expected at most the {num_experts} experts")
+    if num_experts:
+        of_router = router_reasons(logits, scoring, correction_bias, num_groups, top_groups, group_tops, sum_eps)
+        reasons += of_router
+        most = num_experts if of_router else num_experts // num_groups * top_groups
+        if top_k > most:
+            of_groups = f" of {top_groups} groups" if most < num_experts else ""
+            reasons.append(f"top_k is {top_k}, expected at most the {most} experts{of_groups}")
     if logits.device != x.device:
         reasons.append(f"logits is on {logits.device}, expected {x.device}: move it")
     rows, scored = x.numel() // max(1, x.shape[-1]) if x.dim() else 0, logits.numel() // max(1, num_experts)
@@ -203,13 +225,14 @@ def moved(
     shared_up_weight,
     shared_down_weight,
     shared_logits,
+    correction_bias,
 ) -> int:
     first = first_expert or 0
     chosen = logits.reshape(-1, logits.shape[-1]).topk(top_k).indices.unique()
     count = int(((chosen >= first) & (chosen < first + len(down_weight))).sum())
     weights = count * nbytes(gate_up_weight, down_weight, gate_up_bias, down_bias) // gate_up_weight.shape[0]
     weights += nbytes(shared_gate_weight, shared_up_weight, shared_down_weight)
-    return 2 * nbytes(x) + nbytes(logits, residual, norm_weight, norm_bias, shared_logits) + weights
+    return 2 * nbytes(x) + nbytes(logits, residual, norm_weight, norm_bias, shared_logits, correction_bias) + weights
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -271,6 +294,11 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(1, 2, 8, 96, 40, residual=True, shared=60)  # not as wide as several experts
     yield call(5, 2, 8, 64, 72, residual=True, shared=72, is_shut=True, norm=NormKind.LAYER, norm_eps=1e-5)
     yield call(1, 2, 8, 64, 32, shared=64, transposed=True, concatenated=True)
+    router = dict(scoring=Scoring.SIGMOID, factor=2.5, sum_eps=1e-20, of=torch.float32)
+    for rows, num_groups in ((1, 8), (1, 1), (3, 2)):  # DeepSeek-V3, GLM-4.7-Flash
+        bias = torch.randn(64, device=device) / 8
+        groups = dict(correction_bias=bias, num_groups=num_groups, top_groups=-(-num_groups // 2))
+        yield call(rows, 4, 64, 72, 40, residual=True, shared=40, programmatic_launch=True, **groups, **router)
 
 
 SPEC = register(
@@ -282,7 +310,7 @@ SPEC = register(
             "Tensor? gate_up_bias=None, Tensor? down_bias=None, bool transposed=False, float alpha=1.702, "
             f"float limit=7.0, bool concatenated=False, int? first_expert=None, {NORM_SCHEMA}, "
             "Tensor? shared_gate_weight=None, Tensor? shared_up_weight=None, Tensor? shared_down_weight=None, "
-            "Tensor? shared_logits=None) -> Tensor"
+            f"Tensor? shared_logits=None, {ROUTER_SCHEMA}) -> Tensor"
         ),
         reference=reference,
         fake=fake,

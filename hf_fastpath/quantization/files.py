@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,7 +130,7 @@ class PackedFiles:
     def _open(self, name: str, size: int) -> mmap.mmap | bytes:
         path = self._directory / name
         _check_place(path)
-        if path.exists() and not path.is_file():
+        if not stat.S_ISREG(path.stat().st_mode):  # asked once: another process may replace the file
             raise ValueError(f"load_packed(): {path} is no file: {AGAIN}")
         with open(path, "rb") as file:
             found = os.fstat(file.fileno()).st_size

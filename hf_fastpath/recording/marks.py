@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from .. import compat, ops
-from ..choices import Activation, NormKind, Rotation
+from ..choices import Activation, NormKind, Rotation, Scoring
 from ..decode.named_calls import Norm
 from ..decode.rank_calls import COLLECTIVES, own_embeddings
-from ..ops.topk_softmax import reference as topk_softmax
+from ..ops.choose_experts import reference as choose_experts
 
 
 class Chunk(int):
@@ -156,12 +156,14 @@ def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=N
 
 
 def routed_experts(x, logits, top_k, normalized, rounded, norm=None, shared_gate_weight=None, shared_up_weight=None,
-                   shared_down_weight=None, shared_logits=None, **others):  # fmt: skip
-    """Run the experts that ``ops.topk_softmax`` chooses by ``logits``, and a shared one if there is, see
+                   shared_down_weight=None, shared_logits=None, scoring=Scoring.SOFTMAX, correction_bias=None,
+                   num_groups=1, top_groups=1, group_tops=2, factor=1.0, sum_eps=0.0, **others):  # fmt: skip
+    """Run the experts that ``ops.choose_experts`` chooses by ``logits``, and a shared one if there is, see
     ``ops.routed_experts``; ``others`` are arguments of :func:`experts`."""
     x = x if norm is None else normed(x, norm)
     ids = torch.empty(logits.numel() // logits.shape[-1], top_k, dtype=torch.int64, device=x.device)
-    weights = topk_softmax(logits.flatten(0, -2), ids, normalized, rounded)
+    router = scoring, correction_bias, num_groups, top_groups, group_tops, factor, sum_eps
+    weights = choose_experts(logits.flatten(0, -2), ids, normalized, rounded, False, *router)
     chosen = experts(x, ids, weights, **others)
     if shared_gate_weight is None:
         return chosen

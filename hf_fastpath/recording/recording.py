@@ -231,8 +231,14 @@ def behind(calls: Sequence[Call], register: Register) -> list[Call]:
     return found[::-1]
 
 
-def between_marks(calls: Sequence[Call], wanted: Sequence[Register]) -> tuple[list[Register], list[Call]] | None:
-    """Return the results of marks that ``wanted`` are made of, and the calls between; None if these read more."""
+def between_marks(
+    calls: Sequence[Call], wanted: Sequence[Register], allowed: Callable[[torch.Tensor], bool] = lambda tensor: False
+) -> tuple[list[Register], list[Call]] | None:
+    """Return the results of marks that ``wanted`` are made of, and the calls between; None if these read more.
+
+    Args:
+        allowed: whether the calls may hold a tensor of several elements, which may be the model's own, and change.
+    """
     producers = {call.out.index: call for call in calls}
     found: set[int] = set()
     of_marks: dict[int, Register] = {}
@@ -246,8 +252,9 @@ def between_marks(calls: Sequence[Call], wanted: Sequence[Register]) -> tuple[li
         if marks.is_mark(call.op):
             of_marks[register.index] = register
             return True
-        if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in call.arguments.values()):
-            return False  # a tensor may be the model's own, and change
+        tensors = (each for each in call.arguments.values() if isinstance(each, torch.Tensor) and each.numel() > 1)
+        if not all(map(allowed, tensors)):
+            return False
         found.add(register.index)
         return all(map(visit, read_by(call)))
 

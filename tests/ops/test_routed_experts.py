@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import assert_matches, common_tests, over_dtypes, replaced
+from models import require_native
 
 from hf_fastpath import ops
-from hf_fastpath.choices import Activation
+from hf_fastpath.choices import Activation, Scoring
 from hf_fastpath.ops.fused_experts import EXPERT_GATES
 from hf_fastpath.ops.fused_swiglu import GATES
 from hf_fastpath.ops.routed_experts import SPEC
@@ -94,14 +95,19 @@ def test_routed_experts_uses_the_chosen_experts_only(rows, num_experts, transpos
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("normalized", (False, True))
 def test_routed_experts_is_its_parts(normalized, transposed, device, dtype):
-    """The bits are those of ``topk_softmax`` and ``fused_experts`` one after the other, equal scores included."""
+    """The bits are those of ``choose_experts`` and ``fused_experts`` one after the other, equal scores included."""
     for rows, num_experts, top_k in ((1, 8, 2), (1, 32, 4), (1, 128, 8), (1, 200, 8), (1, 300, 8), (4, 16, 3)):
         sample = call(device, dtype, rows, top_k, num_experts, 136, 40, transposed, normalized=normalized)
         given = dict(sample.kwargs)
         given["logits"] = given["logits"].round()
         ids = torch.zeros(rows, top_k, dtype=torch.int64, device=device)
-        weights = ops.topk_softmax(given["logits"], ids, normalized)
+        router = {}
+        if num_experts in (32, 16, 200):
+            bias = torch.randn(num_experts, device=device)
+            router = dict(scoring=Scoring.SIGMOID, correction_bias=bias, num_groups=4, top_groups=2, factor=1.5)
+        weights = ops.choose_experts(given["logits"], ids, normalized, **router)
         others = {name: value for name, value in given.items() if name not in ("logits", "top_k", "normalized")}
+        given |= router
         assert torch.equal(SPEC(**given), ops.fused_experts(**others, expert_ids=ids, expert_weights=weights))
 
 
@@ -169,6 +175,7 @@ def test_routed_experts_names_the_fault_in_a_shared_expert(change, message):
     sample = call(CPU, torch.float32, 2, 2, 3, 40, 24, shared=9, shared_logits=torch.zeros(2, 1))
     with pytest.raises(OpInputError, match=message):
         SPEC(**replaced(SPEC, sample, **change).kwargs)
+    require_native(CPU)
     with pytest.raises(RuntimeError):
         SPEC.overload(**replaced(SPEC, sample, **change).kwargs)
 
@@ -182,6 +189,9 @@ def test_routed_experts_names_the_fault_in_a_shared_expert(change, message):
         ({"logits": torch.zeros(1, 3)}, "logits has 1 rows, expected the 2 of x"),
         ({"top_k": 0}, "top_k is 0, expected 1 to 32"),
         ({"top_k": 4}, "top_k is 4, expected at most the 3 experts"),
+        ({"num_groups": 3, "group_tops": 1}, "top_k is 2, expected at most the 1 experts of 1 groups"),
+        ({"num_groups": 2}, "num_groups is 2 of 3 experts, expected 1 to 32 of equal size"),
+        ({"correction_bias": torch.zeros(4)}, r"correction_bias is torch.float32 \(4,\), expected .* \[3\]"),
         ({"down_weight": torch.zeros(3, 40, 23)}, "gate_up_weight has shape"),
     ),
 )

@@ -95,6 +95,12 @@ class Experts(nn.Module):
         return ALL_EXPERTS_FUNCTIONS["hf_fastpath_recorded"](self, x, ids, weights)
 
 
+def softmax_first(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and weights of two experts, of a row's scores [rows, experts]."""
+    weights, ids = scores.softmax(-1, dtype=torch.float32).topk(2, dim=-1)
+    return ids, weights.to(scores.dtype)
+
+
 def parameter(*shape: int) -> nn.Parameter:
     """Random numbers, none of them close to zero or one."""
     return nn.Parameter(torch.rand(shape) + 1.5)

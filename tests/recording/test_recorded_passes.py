@@ -5,7 +5,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recordings import WIDTH, Decoder, Experts, Of, assert_same, calls_of, linear, logits, names, parameter, recorded
+from recordings import (
+    WIDTH,
+    Decoder,
+    Experts,
+    Of,
+    assert_same,
+    calls_of,
+    linear,
+    logits,
+    names,
+    parameter,
+    recorded,
+    softmax_first,
+)
 from torch import nn
 
 from hf_fastpath.choices import Activation, NormKind
@@ -466,7 +479,7 @@ def _with_experts(module):
 
     def step(m, x, *_):
         rows = x.view(-1, WIDTH)
-        return m.experts(rows, *_softmax_first(m, m.router(rows))).view(x.shape)
+        return m.experts(rows, *softmax_first(m.router(rows))).view(x.shape)
 
     return recorded(step, 2, 1, router=linear(6), experts=module)
 
@@ -583,76 +596,10 @@ def test_a_matrix_of_each_head(batch):
     assert not calls_of(recording, marks.matmul)
 
 
-def routed(route, **inside):
-    """A recording of experts that ``route`` chooses of scores: it gives ids and weights."""
-
-    def step(m, x, *_):
-        rows = x.view(-1, WIDTH)
-        return m.experts(rows, *route(m, m.router(rows))).view(x.shape)
-
-    return recorded(step, 2, 1, router=linear(6), experts=Experts(), **inside)
-
-
-def _softmax_first(m, scores):
-    weights, ids = scores.softmax(-1, dtype=torch.float32).topk(2, dim=-1)
-    return ids, weights.to(scores.dtype)
-
-
-def _softmax_first_and_shared(m, scores):
-    ids, weights = _softmax_first(m, scores)
-    return ids, weights / weights.sum(-1, keepdim=True)
-
-
-def _softmax_behind(m, scores):
-    weights, ids = scores.topk(2, dim=-1, sorted=False)
-    return ids, weights.softmax(-1)
-
-
-@pytest.mark.parametrize(
-    ("route", "normalized"),
-    ((_softmax_first, False), (_softmax_first_and_shared, True), (_softmax_behind, True)),
-    ids=lambda each: getattr(each, "__name__", ""),
-)
-def test_routers(route, normalized):
-    recording, model = routed(route)
-    assert_same(recording, model, [experts.stacked_experts, products.unflattened, views.no_change, experts.routers])
-    (call,) = calls_of(recording, marks.routed_experts)
-    assert (call.arguments["top_k"], call.arguments["normalized"]) == (2, normalized)
-    assert not {"topk", "_softmax", "sum", "div"} & set(names(recording))
-
-
-def _sigmoids(m, scores):
-    weights, ids = scores.sigmoid().topk(2, dim=-1)
-    return ids, weights
-
-
-def _doubled(m, scores):
-    ids, weights = _softmax_first(m, scores)
-    return ids, 2 * weights
-
-
-def _smallest(m, scores):
-    weights, ids = (-scores).softmax(-1).topk(2, dim=-1)
-    return ids, weights
-
-
-def _corrected(m, scores):
-    shares = scores.softmax(-1)
-    ids = (shares + m.correction).topk(2, dim=-1).indices
-    return ids, shares.gather(-1, ids)
-
-
-@pytest.mark.parametrize("route", (_sigmoids, _doubled, _smallest, _corrected), ids=lambda each: each.__name__)
-def test_other_routers_stay(route):
-    recording, model = routed(route, correction=nn.Parameter(torch.zeros(6)))
-    assert_same(recording, model, [experts.stacked_experts, products.unflattened, views.no_change, experts.routers])
-    assert not calls_of(recording, marks.routed_experts) and len(calls_of(recording, marks.experts)) == 1
-
-
 def test_experts_add_a_residual():
     def step(m, x, *_):
         rows = x.view(-1, WIDTH)
-        return x + m.experts(rows, *_softmax_first(m, m.router(rows))).view(x.shape)
+        return x + m.experts(rows, *softmax_first(m.router(rows))).view(x.shape)
 
     recording, model = recorded(step, router=linear(6), experts=Experts())
     assert_same(recording, model, PASSES)

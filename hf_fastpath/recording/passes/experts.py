@@ -1,4 +1,4 @@
-"""Passes: the experts of a mixture, and what a router computes of its scores."""
+"""Passes: the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from torch import nn
 
 from ... import compat
 from ...choices import Activation
-from ...decode.named_calls import Call, Register, by_name
-from ...ops.fused_experts import EXPERT_GATES, MAX_TOP_K, UNGATED
+from ...decode.named_calls import Call, by_name
+from ...ops.fused_experts import EXPERT_GATES, UNGATED
 from ...ops.fused_experts import reference as fused_experts
-from ...ops.topk_softmax import MAX_EXPERTS
-from ...ops.topk_softmax import reference as topk_softmax
-from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
+from ...registry import PLAIN_TENSORS
 from .. import marks
-from ..probing import MISFITS, agree, evaluate, seeded
-from ..recording import Recording, Unrecordable, between_marks, read_by
-from .attention import structure_of
-from .products import is_bare
+from ..probing import MISFITS, seeded
+from ..recording import Recording, Unrecordable
 
 _aten = torch.ops.aten
 
@@ -199,105 +195,3 @@ def _layouts(module: nn.Module, stacks: compat.ExpertStacks) -> Iterator[dict[st
             yield from (
                 layout | dict(activation=activation, alpha=alpha, limit=limit) for alpha in numbers for limit in numbers
             )
-
-
-def router_logits(recording: Recording, model: nn.Module) -> None:
-    """Pass: replace a product in float32 of rows and of a matrix that are both cast for it by ``ops.router_logits``."""
-    producers = recording.producers()
-
-    def before_cast(value: Any) -> Any:
-        call = producers.get(getattr(value, "index", -1))
-        if call is None or call.op is not _aten._to_copy.default or call.arguments.get("dtype") != torch.float32:
-            return None
-        return call.arguments["self"]
-
-    instead: dict[int, list[Call]] = {}
-    for call in recording.calls:
-        if call.op is not marks.linear or call.arguments.get("norm") is not None or not is_bare(call):
-            continue
-        x, weight = before_cast(call.arguments["x"]), before_cast(call.arguments["weight"])
-        if not isinstance(x, Register) or x.index in recording.mutated or type(weight) not in PLAIN_TENSORS:
-            continue
-        if weight.dim() != 2 or weight.is_meta:  # "meta" stands for a quantized one
-            continue
-        if weight.stride(-1) == 1 and weight.dtype == recording.fact(x).dtype in FLOAT_DTYPES:
-            instead[id(call)] = [Call(marks.router_logits, {"x": x, "weight": weight}, call.out)]
-    recording.rewrite(instead, {})
-
-
-def routers(recording: Recording, model: nn.Module) -> None:
-    """Pass: let ``ops.topk_softmax`` choose experts whose ids and weights are what the op gives of scores."""
-    known: dict[Any, bool | None] = {}
-    instead: dict[int, list[Call]] = {}
-    for call in recording.calls:
-        if call.op is not marks.experts:
-            continue
-        ids, weights = call.arguments["ids"], call.arguments["weights"]
-        count = call.arguments.get("first_expert", 0) + len(call.arguments["gate_up_weight"])
-        front = _front(recording, (ids, weights), count, "first_expert" in call.arguments)
-        if front is None:
-            continue
-        logits, calls = front
-        places = {each.out.index: place for place, each in enumerate(calls)}
-        key = structure_of(recording, [logits], [], calls), places.get(ids.index), places.get(weights.index)
-        if key not in known:
-            known[key] = _normalized(recording, logits, calls, ids, weights)
-        if (normalized := known[key]) is None:
-            continue
-        others = {name: value for name, value in call.arguments.items() if name not in ("ids", "weights")}
-        routed = dict(
-            logits=logits,
-            top_k=recording.fact(ids).shape[-1],
-            normalized=normalized,
-            rounded=recording.fact(weights).dtype == recording.fact(logits).dtype,
-        )
-        instead[id(call)] = [Call(marks.routed_experts, others | routed, call.out)]
-    recording.rewrite(instead, {})
-
-
-def _front(
-    recording: Recording, wanted: tuple[Any, Any], num_experts: int, has_others: bool
-) -> tuple[Register, list[Call]] | None:
-    """Return the scores that ids and weights of experts are made of, and the calls between; None if there is more.
-
-    Args:
-        num_experts: experts that there are at least, and exactly unless ``has_others``.
-    """
-    if not all(isinstance(each, Register) for each in wanted):
-        return None
-    front = between_marks(recording.calls, wanted)
-    if front is None or len(front[0]) != 1:
-        return None
-    (logits,), calls = front
-    if not all(map(read_by, calls)) or {logits.index, *(call.out.index for call in calls)} & recording.mutated:
-        return None
-    fact, ids = recording.fact(logits), recording.fact(wanted[0])
-    count = fact.shape[-1]
-    fits = count >= num_experts if has_others else count == num_experts
-    fits = fits and count <= MAX_EXPERTS and fact.dtype in FLOAT_DTYPES and ids.shape[-1] <= MAX_TOP_K
-    return (logits, calls) if fits and fact.numel() == count * len(ids) else None
-
-
-def _normalized(
-    recording: Recording, logits: Register, calls: list[Call], ids: Register, weights: Register
-) -> bool | None:
-    """Whether the weights are divided by their sum; None if they are not what ``ops.topk_softmax`` gives."""
-    fact = recording.fact(logits)
-    agreed = {True, False}
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(-(-_ROWS // len(recording.fact(ids)))):
-        scores = torch.randn(fact.shape, dtype=torch.float64, generator=generator)
-        try:
-            values = evaluate(calls, {logits.index: scores})
-        except MISFITS:
-            return None
-        chosen = values[ids.index].sort(-1)
-        of_chosen = values[weights.index].gather(-1, chosen.indices)
-        for normalized in tuple(agreed):
-            expected = torch.empty_like(values[ids.index], dtype=torch.int64)
-            shares = topk_softmax(scores.flatten(0, -2), expected, normalized)
-            order = expected.sort(-1)
-            same = torch.equal(order.values, chosen.values.long())
-            if not same or not agree(of_chosen, shares.gather(-1, order.indices)):
-                agreed.discard(normalized)
-    return next(iter(agreed)) if len(agreed) == 1 else None

@@ -1,4 +1,4 @@
-// A router's choice for one row, by one warp: topk_softmax, and the experts' kernels for themselves.
+// A router's choice for one row, by one warp: choose_experts, and the experts' kernels for themselves.
 #pragma once
 
 #include "common/warp.cuh"
