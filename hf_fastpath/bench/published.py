@@ -238,6 +238,8 @@ MODELS: dict[str, ModelShape] = {
         {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True},
     ),
     "qwen3.5-35b-a3b": ModelShape("Qwen3.5-35B-A3B", "qwen3_5_moe_text"),
+    "glm-4.7-flash": ModelShape("GLM-4.7-Flash", "glm4_moe_lite"),
+    "ernie-4.5-21b-a3b": ModelShape("ERNIE-4.5-21B-A3B", "ernie4_5_moe"),
     "gemma-4-small": ModelShape("Gemma 4, default sizes", "gemma4_text"),
     "granite-4.0-h-micro": ModelShape(
         "Granite-4.0-H-Micro",

@@ -23,6 +23,7 @@ DEFINED = {
     "PackedFormat": "packed_gemv/packed_format.h",
     "GateActivation": "gated_rms_norm/gated_rms_norm_params.h",
     "Rotation": "latent_attention/latent_attention_params.h",
+    "Scoring": "choose_experts/choose_experts_params.h",
 }
 
 
