@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "choose_experts/choose_experts_glue.h"
 #include "common/convert_cpu.h"
@@ -11,17 +13,21 @@
 namespace hf_fastpath {
 namespace {
 
-// Whether `one` comes before `other`, which is behind it in order.
-bool is_larger(float one, float other) { return one > other || (std::isnan(one) && !std::isnan(other)); }
-
-// The place of the largest of `count` values that are not taken, which is then taken.
-int64_t take_largest(const float* values, bool* taken, int64_t count) {
-  int64_t best = -1;
-  for (int64_t i = 0; i < count; ++i) {
-    if (!taken[i] && (best < 0 || is_larger(values[i], values[best]))) best = i;
+// The `count` largest of some values with their places, in front of `ranked`, descending, NaN first. Which of
+// equal values are among them is what torch.topk on the CPU makes of the same algorithms of the standard
+// library (aten/src/ATen/native/TopKImpl.h): a router whose weights are zeros then chooses as stock's does.
+void rank(const float* values, int64_t all, int64_t count, std::vector<std::pair<float, int64_t>>& ranked) {
+  ranked.resize(all);
+  for (int64_t i = 0; i < all; ++i) ranked[i] = {values[i], i};
+  const auto is_in_front = [](const auto& one, const auto& other) {
+    return one.first > other.first || (std::isnan(one.first) && !std::isnan(other.first));
+  };
+  if (count * 64 <= all) {
+    std::partial_sort(ranked.begin(), ranked.begin() + count, ranked.end(), is_in_front);
+  } else {
+    std::nth_element(ranked.begin(), ranked.begin() + count - 1, ranked.end(), is_in_front);
+    std::sort(ranked.begin(), ranked.begin() + count - 1, is_in_front);
   }
-  taken[best] = true;
-  return best;
 }
 
 // Scores of logits, in place.
@@ -40,19 +46,20 @@ void score(float* values, int64_t count, Scoring scoring) {
   for (int64_t i = 0; i < count; ++i) values[i] = static_cast<float>(values[i] / total);
 }
 
-// Takes the experts of all groups but those of the largest sums.
-void take_other_groups(const float* ranked, bool* taken, int64_t count, const RouterArguments& router) {
+// Hides the experts of all groups but those of the largest sums.
+void hide_other_groups(float* values, int64_t count, const RouterArguments& router,
+                       std::vector<std::pair<float, int64_t>>& ranked) {
   const int64_t groups = router.num_groups, size = count / groups;
   float sums[kMaxGroups];
   bool is_in[kMaxGroups] = {};
   for (int64_t group = 0; group < groups; ++group) {
-    const int64_t first = group * size;
+    rank(values + group * size, size, router.group_tops, ranked);
     sums[group] = 0.0f;
-    for (int64_t i = 0; i < router.group_tops; ++i)
-      sums[group] += ranked[first + take_largest(ranked + first, taken + first, size)];
+    for (int64_t i = 0; i < router.group_tops; ++i) sums[group] += ranked[i].first;
   }
-  for (int64_t i = 0; i < router.top_groups; ++i) take_largest(sums, is_in, groups);
-  for (int64_t i = 0; i < count; ++i) taken[i] = !is_in[i / size];
+  rank(sums, groups, router.top_groups, ranked);
+  for (int64_t i = 0; i < router.top_groups; ++i) is_in[ranked[i].second] = true;
+  for (int64_t i = 0; i < count; ++i) values[i] = is_in[i / size] ? values[i] : -INFINITY;
 }
 
 }  // namespace
@@ -66,8 +73,9 @@ Tensor chosen_experts_cpu(const Tensor& logits, const Tensor& expert_ids, const 
   int64_t* const all_ids = static_cast<int64_t*>(expert_ids.data_ptr());
   float* const all_weights = static_cast<float*>(out.data_ptr());
   float* const scores = scratch(3 * num_experts);
-  float* const ranked = scores + num_experts;
-  float* const bias = ranked + num_experts;
+  float* const values = scores + num_experts;
+  float* const bias = values + num_experts;
+  std::vector<std::pair<float, int64_t>> ranked;
   std::fill(bias, bias + num_experts, 0.0f);
   if (router.correction_bias) {
     const Tensor& from = *router.correction_bias;
@@ -79,15 +87,12 @@ Tensor chosen_experts_cpu(const Tensor& logits, const Tensor& expert_ids, const 
       const T* from = static_cast<const T*>(given.const_data_ptr()) + row * num_experts;
       for (int64_t i = 0; i < num_experts; ++i) scores[i] = to_float(from[i]);
       score(scores, num_experts, static_cast<Scoring>(router.scoring));
-      for (int64_t i = 0; i < num_experts; ++i) ranked[i] = scores[i] + bias[i];
-      bool taken[kMaxRoutedTo] = {};
-      if (router.num_groups > 1) take_other_groups(ranked, taken, num_experts, router);
+      for (int64_t i = 0; i < num_experts; ++i) values[i] = scores[i] + bias[i];
+      if (router.num_groups > 1) hide_other_groups(values, num_experts, router, ranked);
+      rank(values, num_experts, top_k, ranked);
       int64_t* const ids = all_ids + row * top_k;
       float* const weights = all_weights + row * top_k;
-      for (int64_t k = 0; k < top_k; ++k) {
-        ids[k] = take_largest(ranked, taken, num_experts);
-        weights[k] = scores[ids[k]];
-      }
+      for (int64_t k = 0; k < top_k; ++k) ids[k] = ranked[k].second, weights[k] = scores[ids[k]];
       const double sum = std::accumulate(weights, weights + top_k, 0.0) + router.sum_eps;
       for (int64_t k = 0; k < top_k; ++k) {
         const double weight = router.normalized ? weights[k] / sum : weights[k];

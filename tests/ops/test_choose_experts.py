@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import common_tests, over_dtypes
-from models import require_native
+from models import CPU, require_native
 
 from hf_fastpath.choices import Scoring
 from hf_fastpath.ops.choose_experts import SPEC
@@ -126,6 +126,19 @@ def test_choose_experts_names_the_fault(change, message):
     logits = torch.randn(2, 12)
     with pytest.raises(OpInputError, match=message):
         SPEC(logits, ids_for(logits, 4), **change)
-    require_native(torch.device("cpu"))
+    require_native(CPU)
     with pytest.raises(RuntimeError):
         SPEC.overload(logits, ids_for(logits, 4), **change)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), ((4, 2), (8, 1), (64, 6), (128, 8), (256, 3), (1000, 32)))
+@pytest.mark.parametrize("scoring", Scoring, ids=lambda each: each.label)
+def test_choose_experts_of_equal_scores_are_stocks(num_experts, top_k, scoring):
+    """A router whose weights are zeros chooses as ``torch.topk`` does, on the CPU: then logits can be compared."""
+    require_native(CPU)
+    for logits in (torch.zeros(2, num_experts), torch.randint(0, 3, (2, num_experts)).float()):
+        for groups in ({}, dict(num_groups=4, top_groups=3, group_tops=1)):
+            ids, expected = ids_for(logits, top_k), ids_for(logits, top_k)
+            SPEC(logits, ids, scoring=scoring, **groups)
+            SPEC.reference(logits, expected, scoring=scoring, **groups)
+            assert torch.equal(ids.sort(-1).values, expected.sort(-1).values)
