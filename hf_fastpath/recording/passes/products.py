@@ -204,7 +204,7 @@ def is_bare(call: Call) -> bool:
 
 def gates(recording: Recording, model: nn.Module) -> None:
     """Pass: make one call of ``activation(x @ gate) * (x @ up)``."""
-    only, instead = _only_reader(recording), {}
+    only, instead = only_reader(recording), {}
     for call in recording.calls:
         if call.op is not _aten.mul.Tensor:
             continue
@@ -232,7 +232,7 @@ def gates(recording: Recording, model: nn.Module) -> None:
 
 def activations(recording: Recording, model: nn.Module) -> None:
     """Pass: make one call of a product and the activation behind it."""
-    only, instead = _only_reader(recording), {}
+    only, instead = only_reader(recording), {}
     for call in recording.calls:
         product = only(call.arguments["x"], marks.linear) if call.op is marks.activated else None
         if product is not None and takes_product(recording, product):
@@ -241,7 +241,7 @@ def activations(recording: Recording, model: nn.Module) -> None:
     recording.rewrite(instead, {})
 
 
-def _only_reader(recording: Recording) -> Callable[[Any, Any], Call | None]:
+def only_reader(recording: Recording) -> Callable[[Any, Any], Call | None]:
     """Make a function that returns the call of an op that makes a register which one call alone reads; else None."""
     producers, users = recording.producers(), recording.users()
 

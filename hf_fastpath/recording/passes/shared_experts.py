@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from ...choices import Activation
-from ...decode.named_calls import Call, Norm, Register
+from ...decode.named_calls import Call, Norm
 from ...ops.fused_experts import MAX_TOP_K
 from ...ops.fused_swiglu import GATES
 from ...registry import PLAIN_TENSORS
 from .. import marks
 from ..recording import Recording, read_by
+from .products import only_reader
 
 
 def shared_experts(recording: Recording, model: nn.Module) -> None:
@@ -23,10 +24,10 @@ def shared_experts(recording: Recording, model: nn.Module) -> None:
     """
     if recording.batch * recording.query_len > 1:
         return
-    instead: dict[int, list[Call]] = {}
-    for last, others, down, routed in _sums(recording):
-        shut = _alone(recording, down.arguments["x"], marks.sigmoid_gated)
-        inside = _alone(recording, down.arguments["x"] if shut is None else shut.arguments["x"], marks.gated)
+    only, instead = only_reader(recording), {}
+    for last, others, down, routed in _sums(recording, only):
+        shut = only(down.arguments["x"], marks.sigmoid_gated)
+        inside = only(down.arguments["x"] if shut is None else shut.arguments["x"], marks.gated)
         if inside is None or not _fit(recording, routed, inside, down):
             continue
         made = {
@@ -45,23 +46,15 @@ def shared_experts(recording: Recording, model: nn.Module) -> None:
     recording.rewrite(instead, {})
 
 
-def _sums(recording: Recording) -> Iterator[tuple[Call, Call, Call, Call]]:
+def _sums(recording: Recording, only: Callable[[Any, Any], Call | None]) -> Iterator[tuple[Call, Call, Call, Call]]:
     """Yield of every sum of a product and of routed experts: the call that adds, the call that is added, the product
     and the experts."""
     for call in recording.calls:
         residual = call.arguments.get("residual")
-        if call.op is marks.linear and (routed := _alone(recording, residual, marks.routed_experts)) is not None:
+        if call.op is marks.linear and (routed := only(residual, marks.routed_experts)) is not None:
             yield call, routed, call, routed
-        elif call.op is marks.routed_experts and (down := _alone(recording, residual, marks.linear)) is not None:
+        elif call.op is marks.routed_experts and (down := only(residual, marks.linear)) is not None:
             yield call, down, down, call
-
-
-def _alone(recording: Recording, register: Any, op: Any) -> Call | None:
-    """Return the call of ``op`` that makes a register which one call alone reads; None if there is none."""
-    if not isinstance(register, Register) or len(recording.users().get(register.index, [])) != 1:
-        return None
-    call = recording.producers().get(register.index)
-    return call if call is not None and call.op is op else None
 
 
 def _fit(recording: Recording, routed: Call, inside: Call, down: Call) -> bool:
