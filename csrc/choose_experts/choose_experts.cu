@@ -1,6 +1,5 @@
 // What: softmax or sigmoid of a row of a router's logits, the top_k largest scores (with a bias, of some
-// groups
-//   alone) with their indices, and weights made of them.
+//   groups alone) with their indices, and weights made of them.
 // Work split: a warp takes a row and keeps it in registers, interleaved over the lanes. It finds the largest
 //   value top_k times, each time by a maximum of values and a minimum of indices over the warp; groups' sums
 //   in the same way. Without bias and groups it chooses by logits (router.cuh).

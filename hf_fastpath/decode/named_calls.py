@@ -45,6 +45,11 @@ class Norm:
     bias: torch.Tensor | None
     eps: float
 
+    @property
+    def key(self) -> tuple:
+        """What is equal of norms that do the same."""
+        return self.kind, id(self.weight), id(self.bias), self.eps
+
     #: argument of an op -> attribute
     PARTS: ClassVar[dict[str, str]] = {"norm": "kind", "norm_weight": "weight", "norm_bias": "bias", "norm_eps": "eps"}
 

@@ -45,6 +45,7 @@ from .sum_ranks import SPEC as sum_ranks
 __all__ = [
     "add_rms_norm",
     "append_attention",
+    "choose_experts",
     "decode_attention",
     "decode_layers",
     "exponential_race",
@@ -79,5 +80,4 @@ __all__ = [
     "short_convolution",
     "step_inputs",
     "sum_ranks",
-    "choose_experts",
 ]

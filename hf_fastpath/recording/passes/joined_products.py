@@ -38,7 +38,7 @@ def joined_products(recording: Recording, model: nn.Module) -> None:
     for call in recording.calls:
         if call.op is marks.linear and _joins(recording, call):
             norm, x = call.arguments.get("norm"), call.arguments["x"]
-            of_norm = norm and (norm.kind, id(norm.weight), id(norm.bias), norm.eps)
+            of_norm = norm and norm.key
             most = MAX_PARTS if _are_gathers(users[call.out.index]) else MAX_WEIGHTS
             alike.setdefault((most, x.index, call.arguments["weight"].dtype, of_norm), []).append(call)
     instead: dict[int, list[Call]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...choices import Activation
-from ...decode.named_calls import Call, Norm
+from ...decode.named_calls import Call
 from ...ops.fused_experts import MAX_TOP_K
 from ...ops.fused_swiglu import GATES
 from ...registry import PLAIN_TENSORS
@@ -70,16 +70,10 @@ def _fit(recording: Recording, routed: Call, inside: Call, down: Call) -> bool:
         return False
     if down.arguments.get("bias") is not None or down.arguments.get("activation", Activation.NONE) != Activation.NONE:
         return False
-    if x.index != of_gates["x"].index or not _are_same(given.get("norm"), of_gates.get("norm")):
+    norms = {norm and norm.key for norm in (given.get("norm"), of_gates.get("norm"))}
+    if x.index != of_gates["x"].index or len(norms) > 1:
         return False
     if given["activation"] != of_gates["activation"] or given["activation"] not in GATES:
         return False
     places, rest = divmod(len(weights[0]), stack.shape[-1])
     return rest == 0 and places + given["top_k"] <= MAX_TOP_K
-
-
-def _are_same(one: Norm | None, other: Norm | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    tensors = (one.weight, other.weight), (one.bias, other.bias)
-    return (one.kind, one.eps) == (other.kind, other.eps) and all(a is b for a, b in tensors)

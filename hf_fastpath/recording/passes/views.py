@@ -19,13 +19,8 @@ RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.defaul
 _OF_CONSTANTS = frozenset(
     {
         *(_aten.t.default, _aten.transpose.int, _aten.slice.Tensor, _aten.select.int, _aten.view.default),
-        *(
-            _aten.unsqueeze.default,
-            _aten.squeeze.default,
-            _aten.squeeze.dim,
-            _aten.permute.default,
-            _aten.expand.default,
-        ),
+        *(_aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim),
+        *(_aten.permute.default, _aten.expand.default),
     }
 )
 
