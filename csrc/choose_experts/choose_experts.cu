@@ -68,24 +68,6 @@ __device__ __forceinline__ void score(float (&values)[kPerLane], Scoring scoring
   for (int i = 0; i < kPerLane; ++i) values[i] = static_cast<float>(values[i] / total);
 }
 
-// The largest of a warp's values, and the lowest index that has it, which is then 0: taken.
-template <int kPerLane>
-__device__ __forceinline__ unsigned take_largest(unsigned (&orders)[kPerLane], int lane, int* index_of) {
-  unsigned best = 0, index = lane;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    if (orders[i] > best) best = orders[i], index = i * kWarpSize + lane;
-  }
-  const unsigned largest = __reduce_max_sync(kAllLanes, best);
-  const int lowest = __reduce_min_sync(kAllLanes, best == largest ? index : 0xffffffffu);
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    if (i * kWarpSize + lane == lowest) orders[i] = 0;
-  }
-  *index_of = lowest;
-  return largest;
-}
-
 // Takes the experts of all groups but those of the largest sums.
 template <int kPerLane>
 __device__ __forceinline__ void take_other_groups(const ChooseExpertsParams& p, unsigned (&orders)[kPerLane],

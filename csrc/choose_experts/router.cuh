@@ -19,6 +19,24 @@ __device__ __forceinline__ float score_of(unsigned order) {
   return __uint_as_float(order >> 31 ? order ^ 0x80000000u : ~order);
 }
 
+// The largest of a warp's values, and the lowest index that has it, which is then 0: taken.
+template <int kPerLane>
+__device__ __forceinline__ unsigned take_largest(unsigned (&orders)[kPerLane], int lane, int* index_of) {
+  unsigned best = 0, index = lane;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (orders[i] > best) best = orders[i], index = i * kWarpSize + lane;
+  }
+  const unsigned largest = __reduce_max_sync(kAllLanes, best);
+  const int lowest = __reduce_min_sync(kAllLanes, best == largest ? index : 0xffffffffu);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if (i * kWarpSize + lane == lowest) orders[i] = 0;
+  }
+  *index_of = lowest;
+  return largest;
+}
+
 // How a warp chooses the top_k largest of softmax(logit(0), ..., logit(count - 1)). kPerLane: scores a lane
 // keeps.
 template <int kPerLane>
@@ -39,20 +57,10 @@ class Router {
     int mine = -1;
 #pragma unroll 1
     for (int k = 0; k < top_k; ++k) {
-      unsigned best = 0, index = lane;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if (orders[i] > best) best = orders[i], index = i * kWarpSize + lane;
-      }
-      const unsigned largest = __reduce_max_sync(kAllLanes, best);
-      const unsigned lowest = __reduce_min_sync(kAllLanes, best == largest ? index : 0xffffffffu);
-      const float score = score_of(largest);
+      int index;
+      const float score = score_of(take_largest(orders, lane, &index));
       if (k == 0) top_ = score;
-      if (lane == k) mine = static_cast<int>(lowest), chosen_ = score;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if (i * kWarpSize + lane == lowest) orders[i] = 0;
-      }
+      if (lane == k) mine = index, chosen_ = score;
     }
     is_some_ = mine >= 0;
     return mine;
