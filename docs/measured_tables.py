@@ -61,6 +61,7 @@ MODELS = (
     *("GLM-4-9B", "Gemma-2-2B", "Gemma-3-4B", "Command-R7B", "OLMo-2-7B"),
     *("Mixtral-8x7B, 20 layers", "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B"),
     *("Qwen3.5-4B", "Qwen3.5-35B-A3B", "Granite-4.0-H-Micro", "LFM2-1.2B", "Mamba2-2.7B", "DeepSeek-V2-Lite"),
+    *("GLM-4.7-Flash", "ERNIE-4.5-21B-A3B"),
     *("XLM-RoBERTa-XL", "Gemma 4, default sizes"),
 )
 CUT_MODELS = (

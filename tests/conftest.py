@@ -65,6 +65,14 @@ def cuda() -> torch.device:
     return torch.device("cuda")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory):
+    """Keep what twins have shown out of the user's cache, where a run would find what an earlier one has kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_FASTPATH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def repeatable(request: pytest.FixtureRequest):
     """Give the same random numbers whatever ran before, and leave no trace of a test in the next one's globals."""

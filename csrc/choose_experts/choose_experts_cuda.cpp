@@ -16,21 +16,7 @@ Tensor chosen_experts_cuda(const Tensor& logits, const Tensor& expert_ids, const
   p.ids = static_cast<int64_t*>(expert_ids.data_ptr());
   p.weights = static_cast<float*>(out.data_ptr());
   p.rows = static_cast<int>(logits.size(0));
-  p.num_experts = static_cast<int>(logits.size(1));
-  p.top_k = static_cast<int>(expert_ids.size(1));
-  p.normalized = router.normalized;
-  p.rounded = router.rounded;
-  p.is_plain = router.is_plain();
-  p.scoring = static_cast<Scoring>(router.scoring);
-  if (router.correction_bias) {
-    p.bias = router.correction_bias->data_ptr();
-    p.bias_dtype = dtype_of(*router.correction_bias, "choose_experts");
-  }
-  p.num_groups = static_cast<int>(router.num_groups);
-  p.top_groups = static_cast<int>(router.top_groups);
-  p.group_tops = static_cast<int>(router.group_tops);
-  p.factor = static_cast<float>(router.factor);
-  p.sum_eps = static_cast<float>(router.sum_eps);
+  p.router = router_params(router, logits.size(1), expert_ids.size(1));
   p.dtype = dtype_of(logits, "choose_experts");
   p.programmatic_launch = programmatic_launch;
   if (p.rows > 0) launch_choose_experts(p, current_stream(guard.device()));

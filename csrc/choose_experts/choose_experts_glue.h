@@ -23,6 +23,23 @@ struct RouterArguments {
   }
 };
 
+// The same for kernels.
+inline RouterParams router_params(const RouterArguments& router, int64_t num_experts, int64_t top_k) {
+  RouterParams p{};
+  p.num_experts = static_cast<int>(num_experts), p.top_k = static_cast<int>(top_k);
+  p.normalized = router.normalized, p.rounded = router.rounded, p.is_plain = router.is_plain();
+  p.scoring = static_cast<Scoring>(router.scoring);
+  if (router.correction_bias) {
+    p.bias = router.correction_bias->data_ptr();
+    p.bias_dtype = dtype_of(*router.correction_bias, "choose_experts");
+  }
+  p.num_groups = static_cast<int>(router.num_groups);
+  p.top_groups = static_cast<int>(router.top_groups);
+  p.group_tops = static_cast<int>(router.group_tops);
+  p.factor = static_cast<float>(router.factor), p.sum_eps = static_cast<float>(router.sum_eps);
+  return p;
+}
+
 // Refuses arguments that do not go with `num_experts` scores. Returns how many experts a row may choose.
 inline int64_t check_router(const RouterArguments& router, int64_t num_experts, const char* op) {
   choice_of(router.scoring, Scoring::kSigmoid, op, "scoring");

@@ -43,6 +43,7 @@ static_assert(kMaxX == kWarps, "a warp of the down kernel reads the choices of o
 constexpr int kRowBlocks = 3;                // the same for one row, whose kernel is 5 % slower with 2 (H100)
 constexpr int kUnroll = kLoads / 2;          // of gate and up
 constexpr int kRound = kUnroll * kWarpSize;  // chunks of a row that a warp asks for at once
+static_assert(kMostScored == kFewLogits * kWarpSize, "more take too many registers");
 
 template <class T, int kElems, int kX>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) gate_up_kernel(FusedExpertsParams p) {
@@ -372,7 +373,7 @@ void launch_variant(const FusedExpertsParams& p, cudaStream_t stream) {
 template <class T, int kElems>
 void launch_rows(const FusedExpertsParams& p, cudaStream_t stream) {
   if (takes_row(p)) {
-    const bool has_few = p.logits == nullptr || p.num_scored <= kFewLogits * kWarpSize;
+    const bool has_few = p.logits == nullptr || p.router.num_experts <= kFewLogits * kWarpSize;
     return has_few ? launch_variant<T, kElems, 1>(p, stream)
                    : launch_variant<T, kElems, 1, kMostRouted / kWarpSize>(p, stream);
   }

@@ -2,12 +2,12 @@
 // itself.
 #pragma once
 
+#include "choose_experts/router.cuh"
 #include "common/async.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 #include "fused_experts/fused_experts.h"
 #include "fused_experts/fused_experts_device.cuh"
-#include "choose_experts/router.cuh"
 
 namespace hf_fastpath {
 
@@ -41,7 +41,8 @@ __device__ __forceinline__ const T* down_row(const FusedExpertsParams& p, const 
 template <class T, int kPerLane>
 class OnlyRow {
  public:
-  __device__ __forceinline__ OnlyRow(const FusedExpertsParams& p, int lane) : p_(p), lane_(lane) {}
+  __device__ __forceinline__ OnlyRow(const FusedExpertsParams& p, int lane)
+      : p_(p), lane_(lane), router_(p.router, lane) {}
 
   // Fills `chosen` but for its weights; a barrier has to follow.
   __device__ __forceinline__ void find(Chosen<1>& chosen) {
@@ -83,18 +84,18 @@ class OnlyRow {
       if (is_wide()) return Chunk<float, 1>::load_l2(static_cast<const float*>(p_.logits) + i);
       return to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(p_.logits) + i));
     };
-    return static_cast<int>(place_of(p_, router_.choose(logit, p_.num_scored, p_.top_k, lane_)));
+    return static_cast<int>(place_of(p_, router_.choose(logit)));
   }
 
   __device__ __forceinline__ float only_weight() const {
     if (p_.logits == nullptr) return lane_ < p_.top_k ? __ldcg(p_.expert_weights + lane_) : 0.f;
-    const float weight = router_.weight(p_.normalized, lane_);
-    return p_.rounded && !is_wide() ? to_float(from_float<T>(weight)) : weight;
+    const float weight = router_.weight();
+    return p_.router.rounded && !is_wide() ? to_float(from_float<T>(weight)) : weight;
   }
 
   const FusedExpertsParams& p_;
   const int lane_;
-  Router<kPerLane> router_;
+  Router<kPerLane, (kPerLane > kFewLogits)> router_;
   unsigned same_ = 0;  // lanes with the lane's choice
   int place_ = 0;
   bool is_first_ = false, is_repeated_ = false;  // of the lane; anywhere

@@ -41,6 +41,9 @@ Tensor routed_experts_cuda(
                 rows = logits.numel() / num_experts;
   const RouterArguments router{normalized, rounded,    scoring, correction_bias, num_groups,
                                top_groups, group_tops, factor,  sum_eps};
+  const int64_t most = check_router(router, num_experts, kOp);
+  STD_TORCH_CHECK(top_k >= 1 && top_k <= most, "hf_fastpath::routed_experts: top_k is ", top_k,
+                  ", expected 1 to ", most);
   const SharedWeights shared{shared_gate_weight, shared_up_weight, shared_down_weight, shared_logits};
   check_shared(shared, x, rows, kOp);
   ExpertsOnGpu call(kOp, x, rows, top_k, gate_up_weight, down_weight, residual, activation,
@@ -70,11 +73,10 @@ Tensor routed_experts_cuda(
     return with_shared_cuda(out, shared, x, activation, kind, norm_weight, norm_bias, norm_eps,
                             programmatic_launch);
   };
-  if ((dtype == p.dtype || dtype == DType::kFloat32) && num_experts <= kMostRouted && is_row &&
-      router.is_plain()) {
+  if ((dtype == p.dtype || dtype == DType::kFloat32) && is_row &&
+      num_experts <= (router.is_plain() ? kMostRouted : kMostScored)) {
     p.logits = scores.data_ptr(), p.logits_dtype = dtype;
-    p.num_scored = static_cast<int>(num_experts);
-    p.normalized = normalized, p.rounded = rounded;
+    p.router = router_params(router, num_experts, top_k);
     return launched();
   }
   const Tensor ids = torch::stable::new_empty(scores, {rows, top_k}, ScalarType::Long);

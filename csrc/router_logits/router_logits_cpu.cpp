@@ -13,12 +13,13 @@ Tensor router_logits_cpu(const Tensor& x, const Tensor& weight, bool programmati
   const RouterLogitsParams& p = call.params;
   if (call.out.numel() == 0) return call.out;
   HeadProductsParams head = {};
-  head.dtype = p.dtype, head.weight_row_stride = p.weight_row_stride;
+  head.dtype = p.weight_dtype, head.weight_row_stride = p.weight_row_stride;
   head.inputs = p.inputs, head.outputs = p.outputs;
   const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
   const auto kernel = use_avx2() ? head_product_avx2 : head_product_portable;
   const int64_t row_bytes = p.inputs * element_size(p.dtype);
-  for_each_range(p.outputs, p.outputs * row_bytes, [&](int64_t begin, int64_t end) {
+  const int64_t weight_bytes = p.outputs * p.inputs * element_size(p.weight_dtype);
+  for_each_range(p.outputs, weight_bytes, [&](int64_t begin, int64_t end) {
     float* values = scratch(p.inputs);
     for (int64_t row = 0; row < p.rows; ++row) {
       convert(p.dtype, static_cast<const char*>(p.x) + row * row_bytes, values, p.inputs);

@@ -11,10 +11,11 @@ class RouterLogitsCall {
  public:
   RouterLogitsCall(const Tensor& x, const Tensor& weight, bool programmatic_launch)
       : x_(hf_fastpath::contiguous(x)), weight_(rows_of(weight)), out(empty_out(x, weight)) {
-    params.dtype = dtype_of(x, kOp);
-    STD_TORCH_CHECK(
-        dtype_of(weight, kOp) == params.dtype && weight.size(1) == x.size(x.dim() - 1) && weight.size(1) >= 1,
-        "hf_fastpath::router_logits: weight does not match x's features and dtype, or there is none");
+    params.dtype = dtype_of(x, kOp), params.weight_dtype = dtype_of(weight, kOp);
+    STD_TORCH_CHECK(params.weight_dtype == params.dtype || params.weight_dtype == DType::kFloat32,
+                    "hf_fastpath::router_logits: weight has to have x's dtype or float32");
+    STD_TORCH_CHECK(weight.size(1) == x.size(x.dim() - 1) && weight.size(1) >= 1,
+                    "hf_fastpath::router_logits: weight does not match x's features, or there is none");
     params.inputs = weight.size(1), params.outputs = weight.size(0);
     params.rows = x.numel() / params.inputs;
     params.x = x_.const_data_ptr(), params.weight = weight_.const_data_ptr();

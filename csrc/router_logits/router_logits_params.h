@@ -8,7 +8,8 @@
 namespace hf_fastpath {
 
 struct RouterLogitsParams {
-  DType dtype;         // of x and weight
+  DType dtype;         // of x
+  DType weight_dtype;  // the same, or float32
   const void* x;       // [rows, inputs], contiguous
   const void* weight;  // [outputs, inputs], rows weight_row_stride elements apart
   int64_t weight_row_stride;

@@ -1,6 +1,7 @@
 """The folder that keeps built libraries and objects: where it is, who may write to it, locks, and what is removed.
 
-``<root>/<key>/`` holds a library with its description and lock. ``<root>/objects/`` holds the compilers' objects; the
+``<root>/<key>/`` holds a library with its description and lock. ``<root>/twins/`` holds what
+:mod:`..patching.passed_twins` keeps. ``<root>/objects/`` holds the compilers' objects; the
 name of each has a hash of everything that the object was made from, so that a build that was broken off goes on.
 """
 
@@ -23,7 +24,7 @@ from .toolchain import BuildError
 PATIENCE = 2.0
 #: seconds after which the next build removes what no build or load has used
 KEPT_SECONDS = 30 * 24 * 3600
-OBJECTS = "objects"
+OBJECTS, TWINS = "objects", "twins"
 _CHUNK = 1 << 20
 _REMEDY = "set HF_FASTPATH_CACHE to a folder of yours"
 
@@ -121,12 +122,12 @@ def locked(directory: Path, progress: Callable[[str], None] | None = None) -> It
 # ---- libraries ---------------------------------------------------------------------------------------------
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes, mode: int = 0o755) -> None:
     """Put a file in place so that no reader ever sees only a part of it."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         scratch.write_bytes(content)
-        scratch.chmod(0o755)
+        scratch.chmod(mode)
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
@@ -202,11 +203,11 @@ def used(path: Path) -> None:
 
 
 def clean() -> None:
-    """Remove objects, scratch folders and libraries that nothing has used for ``KEPT_SECONDS``."""
+    """Remove objects, scratch folders, libraries and notes of twins that nothing has used for ``KEPT_SECONDS``."""
     try:
         top = root()
         oldest = time.time() - KEPT_SECONDS
-        for path in (top / OBJECTS).iterdir():
+        for path in (*top.glob(f"{OBJECTS}/*"), *top.glob(f"{TWINS}/*")):
             if path.stat().st_mtime < oldest:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         for note in top.glob("*/libhf_fastpath_*.json"):
@@ -221,8 +222,7 @@ def keep_log(name: str, text: str) -> Path:
     try:
         make_folder(root())
         path = root() / f"{name}.log"
-        replace(path, text.encode(errors="replace"))
-        path.chmod(0o644)
+        replace(path, text.encode(errors="replace"), 0o644)
         return path
     except (BuildError, OSError):
         handle, made = tempfile.mkstemp(prefix=f"hf_fastpath_{name}_", suffix=".log")

@@ -1,4 +1,4 @@
-"""A router's product: scores of experts in float32, out of activations and a weight of 16 bits."""
+"""A router's product: scores of experts in float32, out of activations in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def reference(x: torch.Tensor, weight: torch.Tensor, programmatic_launch: bool =
 
     Args:
         x: [..., hidden_size] float32, float16 or bfloat16, at most 262,140 rows of one or more features.
-        weight: [num_experts, hidden_size], x's dtype. Rows may be strided; the last dimension is contiguous.
+        weight: [num_experts, hidden_size], x's dtype or float32. Rows may be strided; the last dimension is
+            contiguous.
         programmatic_launch: see ``gemv``.
 
     Returns:
@@ -39,7 +40,11 @@ def why_not(x, weight) -> list[str]:
     if x.dim() < 1 or weight.dim() != 2 or not weight.shape[1] == x.shape[-1] >= 1:
         found = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
         return [f"got {found}, expected [..., hidden_size] and [num_experts, hidden_size]"]
-    reasons = tensor_reasons(x, weight=weight)
+    reasons = tensor_reasons(x)
+    if weight.dtype not in (x.dtype, torch.float32):
+        reasons.append(f"weight has dtype {weight.dtype}, expected {x.dtype} or float32: cast it")
+    if weight.device != x.device:
+        reasons.append(f"weight is on {weight.device}, expected {x.device}: move it")
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         reasons.append(f"weight has strides {weight.stride()}: make its rows contiguous")
     if x.numel() // x.shape[-1] > MAX_ROWS:
@@ -52,14 +57,16 @@ def moved(x, weight) -> int:
 
 
 def samples(device: torch.device, dtype: torch.dtype):
-    def call(rows, num_experts, hidden_size, **options):
-        x, weight = (torch.randn(count, hidden_size, device=device, dtype=dtype) for count in (rows, num_experts))
+    def call(rows, num_experts, hidden_size, weight_dtype=dtype, **options):
+        x = torch.randn(rows, hidden_size, device=device, dtype=dtype)
+        weight = torch.randn(num_experts, hidden_size, device=device, dtype=weight_dtype)
         return Sample(x, weight * hidden_size**-0.5, **options)
 
     yield call(1, 64, 2048, programmatic_launch=True)  # DeepSeek-V2-Lite
     yield call(1, 256, 7168)  # DeepSeek-V3
     yield call(5, 8, 96)
     yield call(16, 33, 77)
+    yield call(1, 64, 2560, torch.float32)  # Ernie 4.5
 
 
 SPEC = register(

@@ -18,6 +18,7 @@ from ..options import Options
 from ..reasons import REASONS
 from ..recording import proof
 from ..recording.part import Recorded
+from . import passed_twins
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, undo
 from .coverage import check_coverage, unsupported
@@ -85,7 +86,8 @@ _AT_MOST = {
         (16, "hidden_size_per_layer_input laurel_rank linear_head_dim linear_key_head_dim linear_value_head_dim"),
         (8, "state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank"),
         (4, "linear_num_value_heads n_routed_experts"),
-        (2, "n_groups mamba_n_groups mamba_ngroups linear_num_key_heads linear_num_heads decoder_sparse_step"),
+        (2, "n_groups mamba_n_groups mamba_ngroups linear_num_key_heads linear_num_heads decoder_sparse_step n_group"),
+        (1, "topk_group"),
     )
 }
 #: numbers of layers; ``num_hidden_layers`` may be the encoder's, which transformers takes for its cache
@@ -95,8 +97,6 @@ _BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_lay
 #: layers of the twin at least, and at most if a list of layers is cut
 _FEWEST_LAYERS, _MOST_LAYERS = 2, 4
 _PROMPT_TOKENS, _NEW_TOKENS = 12, 16
-#: twins that decode as stock does -> by how much their logits differ in the model's dtype, see ``recording.proof``
-_passed: dict[tuple, float] = {}
 
 
 def is_due(plan: PatchPlan) -> bool:
@@ -117,12 +117,12 @@ def check(plan: PatchPlan) -> None:
         UnsupportedModelError: the twin does not decode as stock does.
     """
     model = plan.model
-    difference = run(model, plan.recorded)
+    difference, of_logits = run(model, plan.recorded)
     if plan.ranks is not None:
         difference = plan.ranks.agreed(difference, _device(model))
     if difference is None:
         if plan.is_recorded:
-            plan.recorded.twins_difference = _passed[_key(model)]
+            plan.recorded.twins_difference = of_logits
         return
     if plan.is_recorded:
         cause = f"the recorded step of a small {type(model).__name__} does not decode as stock does: {difference}"
@@ -221,18 +221,18 @@ def _cut_layers(config) -> list[int]:
     return kept
 
 
-def run(model: nn.Module, recorded: Recorded | None = None) -> str | None:
+def run(model: nn.Module, recorded: Recorded | None = None) -> tuple[str | None, float]:
     """Patch a twin of ``model`` and compare it with itself.
 
     Args:
         recorded: what takes the place of the model's family if its step is recorded.
 
     Returns:
-        What differed, or None if the twin decodes as stock does. A pass is remembered for the process.
+        What differed, or None if the twin decodes as stock does; and by how much logits of a recorded step differ in
+        the model's dtype, see :mod:`..recording.proof`. A twin that has passed is not tried again.
     """
-    key, device = _key(model), _device(model)
-    if key in _passed:
-        return None
+    device = _device(model)
+    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _on_cpu():
         torch.manual_seed(0)
@@ -241,17 +241,19 @@ def run(model: nn.Module, recorded: Recorded | None = None) -> str | None:
         shape = 1, _PROMPT_TOKENS, *compat.token_shape(model)
         prompt = torch.randint(3, _TWIN["vocab_size"], shape).to(device)
         try:
-            twin = _twin(model, recorded).eval().to(device)
+            twin = _twin(model, recorded).eval()
+            key = passed_twins.key_of(twin, device, dtype)
+            if (known := passed_twins.find(key)) is not None:
+                return None, known
             torch.set_default_dtype(default)
-            difference, of_logits = _difference(twin, prompt, key[-1], recorded is not None)
+            difference, of_logits = _difference(twin.to(device), prompt, dtype, recorded is not None)
         except Exception as error:  # nobody has tried this code: anything may be raised
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}", 0.0
         finally:
             torch.set_default_dtype(default)
-    if difference is not None:
-        return difference
-    _passed[key] = of_logits
-    return None
+    if difference is None:
+        passed_twins.keep(key, of_logits, twin)
+    return difference, of_logits
 
 
 def _on_cpu() -> AbstractContextManager[Any]:
@@ -264,13 +266,6 @@ def _on_cpu() -> AbstractContextManager[Any]:
 def _device(model: nn.Module) -> torch.device:
     # the weights of a model on the meta device come later, with load_packed()
     return next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
-
-
-def _key(model: nn.Module) -> tuple:
-    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    has_decoder = compat.is_multimodal(model) or compat.has_encoder(model)
-    kinds = (type(model), type(compat.text_decoder(model))) if has_decoder else (type(model),)
-    return *kinds, transformers_version(), _device(model).type, dtype
 
 
 def _difference(

@@ -16,7 +16,9 @@ def odd_sizes(device, dtype):
         *((0, 4, 8), (3, 0, 8)),
     ):
         x, weight = (torch.randn(count, hidden_size, device=device, dtype=dtype) for count in (rows, num_experts))
-        yield Sample(x[None], weight * max(1, hidden_size) ** -0.5)
+        weight = weight * max(1, hidden_size) ** -0.5
+        yield Sample(x[None], weight)
+        yield Sample(x[None], weight.float().repeat(1, 2)[:, :hidden_size])  # rows that are apart
 
 
 globals().update(common_tests(SPEC, odd_sizes))
@@ -25,9 +27,10 @@ globals().update(common_tests(SPEC, odd_sizes))
 @over_dtypes
 def test_router_logits_exact(dtype, device):
     """Every feature meets every expert's weight of its place, and no other."""
-    for rows, num_experts, hidden_size in ((1, 64, 2048), (6, 60, 1001)):
+    for rows, num_experts, hidden_size in ((1, 64, 2048), (6, 60, 1001), (2, 5, 6152)):
         x, weight = small_integers(device, dtype, (rows, hidden_size), (num_experts, hidden_size))
         assert_exact(SPEC, Sample(x, weight))
+        assert_exact(SPEC, Sample(x, weight.float()))
 
 
 @over_dtypes
@@ -36,6 +39,12 @@ def test_router_logits_are_not_rounded(dtype, device):
     x = torch.ones(1, 2, device=device, dtype=dtype)
     weight = torch.tensor([[256, 0], [256, 2**-8]], device=device, dtype=dtype)
     assert SPEC(x, weight).tolist() == [[256.0, 256.00390625]]
+
+
+@over_dtypes
+def test_a_weight_in_float32_is_not_rounded(dtype, device):
+    weight = torch.tensor([[1.0, 0.0], [1.0, 2**-20]], device=device)
+    assert SPEC(torch.ones(1, 2, device=device, dtype=dtype), weight).tolist() == [[1.0, 1.0 + 2**-20]]
 
 
 @over_dtypes
@@ -52,3 +61,6 @@ def test_router_logits_names_the_fault():
         SPEC(torch.zeros(1, 8), torch.zeros(4, 9))
     with pytest.raises(OpInputError, match="make its rows contiguous"):
         SPEC(torch.zeros(1, 8), torch.zeros(8, 8).t())
+    half = torch.zeros(1, 8, dtype=torch.float16)
+    with pytest.raises(OpInputError, match="weight has dtype torch.bfloat16, expected torch.float16 or float32"):
+        SPEC(half, torch.zeros(4, 8, dtype=torch.bfloat16))

@@ -28,7 +28,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_fastpath
 from hf_fastpath import compat
-from hf_fastpath.patching import selftest
+from hf_fastpath.patching import passed_twins
 from hf_fastpath.quantization.file_index import INDEX, KEY, sealed, unsealed
 from hf_fastpath.quantization.files import PackedFiles
 
@@ -465,8 +465,11 @@ def test_a_listed_model_needs_no_code(old, tmp_path, monkeypatch):
 
 def test_an_untested_transformers_tries_a_twin(old, tmp_path, monkeypatch):
     """The model's own weights are on the meta device at that time."""
-    monkeypatch.setattr(selftest, "_passed", {})
+    tried, key_of = [], passed_twins.key_of
+    monkeypatch.setattr(
+        passed_twins, "key_of", lambda twin, *where: tried.append((type(twin).__name__, *where)) or key_of(twin, *where)
+    )
     save(old, tmp_path)
     monkeypatch.setattr(compat.versions.transformers, "__version__", "99.1.0")
     hf_fastpath.load_packed(tmp_path, quiet=True)
-    assert {(kind.__name__, device) for kind, _, device, _ in selftest._passed} == {("LlamaForCausalLM", "cpu")}
+    assert tried == [("LlamaForCausalLM", torch.device("cpu"), torch.float32)]

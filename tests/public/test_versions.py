@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError, compat
 from hf_fastpath.decode import steps
-from hf_fastpath.patching import selftest
+from hf_fastpath.patching import passed_twins, selftest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +23,7 @@ def untested(monkeypatch):
     """Make the installed transformers seem untested; yield the models of which a twin was tried."""
     require_native(CPU)
     tried, run = [], selftest.run
-    monkeypatch.setattr(selftest, "_passed", {})
+    monkeypatch.setattr(passed_twins, "find", lambda key: None)
     monkeypatch.setattr(compat.versions.transformers, "__version__", "99.1.0")
     monkeypatch.setattr(selftest, "run", lambda model, *how: (tried.append(model), run(model, *how))[1])
     return tried

@@ -8,15 +8,18 @@ import pytest
 import torch
 from causal_lm_types import small_config
 from models import require_native
-from recordings import WIDTH, Experts, assert_same, calls_of, linear, names, recorded, softmax_first
+from recordings import WIDTH, Decoder, Experts, Of, assert_same, calls_of, linear, names, recorded, softmax_first
 from test_recorded_families import assert_equal, plans_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
 from hf_fastpath.choices import Scoring
+from hf_fastpath.ops.choose_experts import MAX_EXPERTS
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.passes import experts, products, routers, views
+from hf_fastpath.recording.skeleton import Skeleton
+from hf_fastpath.recording.step import record
 
 COUNT = 12
 PASSES = [experts.stacked_experts, views.constant_views, products.unflattened, views.no_change, routers.routers]
@@ -185,6 +188,35 @@ def test_other_routers_stay(route):
     recording, model = routed(route, correction=nn.Parameter(bias), wide_correction=nn.Parameter(-bias[None]))
     assert_same(recording, model, PASSES)
     assert not calls_of(recording, marks.routed_experts) and len(calls_of(recording, marks.experts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "bias", "is_one"),
+    (
+        (torch.bfloat16, COUNT, False, True),
+        (torch.float32, COUNT, False, True),
+        (torch.float32, MAX_EXPERTS + 1, False, False),
+        (torch.bfloat16, MAX_EXPERTS + 1, False, True),
+        (torch.float16, COUNT, False, False),
+        (torch.float32, COUNT, True, False),
+    ),
+)
+def test_products_in_float32(dtype, count, bias, is_one):
+    """Of rows in bfloat16, and of a matrix that is cast, or kept in float32 and no larger than a router's."""
+
+    def step(m, x, *_):
+        return nn.functional.linear(x.float(), m.router.weight.float(), m.router.bias)
+
+    model = Decoder(Of(step, router=linear(count, bias=bias))).bfloat16()
+    model.body.router.to(dtype).bias = nn.Parameter(torch.randn(count)) if bias else None
+    recording = record(Skeleton(model), 1, 1)
+    for each in (products.unflattened, views.no_change, routers.router_logits):
+        each(recording, model)
+    recording.drop_unread()
+    found = calls_of(recording, marks.router_logits)
+    assert [each.arguments["weight"].data_ptr() for each in found] == [model.body.router.weight.data_ptr()] * is_one
+    assert [recording.fact(each.arguments["x"]).dtype for each in found] == [torch.bfloat16] * is_one
+    assert ("_to_copy" not in names(recording)) == is_one
 
 
 @pytest.mark.parametrize("num_groups", (1, 2, 4))

@@ -37,7 +37,8 @@ _DEFAULTS: dict[str, Any] = dict(
 
 
 def router_logits(recording: Recording, model: nn.Module) -> None:
-    """Pass: replace a product in float32 of rows and of a matrix that are both cast for it by ``ops.router_logits``."""
+    """Pass: replace a product in float32, of rows that are cast for it, by ``ops.router_logits``: of a matrix that is
+    cast as well, or that is in float32 and no larger than a router's."""
     producers = recording.producers()
 
     def before_cast(value: Any) -> Any:
@@ -50,12 +51,17 @@ def router_logits(recording: Recording, model: nn.Module) -> None:
     for call in recording.calls:
         if call.op is not marks.linear or call.arguments.get("norm") is not None or not is_bare(call):
             continue
-        x, weight = before_cast(call.arguments["x"]), before_cast(call.arguments["weight"])
-        if not isinstance(x, Register) or x.index in recording.mutated or type(weight) not in PLAIN_TENSORS:
+        x, weight = before_cast(call.arguments["x"]), call.arguments["weight"]
+        if not isinstance(x, Register) or x.index in recording.mutated:
             continue
-        if weight.dim() != 2 or weight.is_meta:  # "meta" stands for a quantized one
+        dtype = expected = recording.fact(x).dtype
+        if isinstance(weight, torch.Tensor) and len(weight) <= MAX_EXPERTS:
+            expected = torch.float32
+        else:
+            weight = before_cast(weight)
+        if type(weight) not in PLAIN_TENSORS or weight.dim() != 2 or weight.is_meta:  # "meta": a quantized one
             continue
-        if weight.stride(-1) == 1 and weight.dtype == recording.fact(x).dtype in FLOAT_DTYPES:
+        if weight.stride(-1) == 1 and weight.dtype == expected and dtype in FLOAT_DTYPES:
             instead[id(call)] = [Call(marks.router_logits, {"x": x, "weight": weight}, call.out)]
     recording.rewrite(instead, {})
 
