@@ -111,6 +111,7 @@ from .models import (
     experts_function,
     generating_model,
     has_static_rope,
+    head_dim,
     is_decoder_alone,
     is_multimodal,
     known_positions,

@@ -152,6 +152,11 @@ def entry_of(config: Any, name: str) -> Any:
         return None
 
 
+def head_dim(config: Any) -> int:
+    """Return the features of a head of attention."""
+    return entry_of(config, "head_dim") or config.hidden_size // config.num_attention_heads
+
+
 def set_entry(config: Any, name: str, value: Any) -> None:
     """Set an entry of a config; if the config refuses None as its value, set it to the number of the first token."""
     try:

@@ -27,8 +27,9 @@ def multimodal_twin(model: nn.Module, small: Callable[[Any], Any], readers: Iter
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     made = small(text)
-    _cut_sections(text, made)
+    _cut_sections(model, text, made)
     config = made if text is config else _put(config, text, made)
+    _cut_alike(config, text.vocab_size, small)
     for each in (made, config):
         for name, token in (("bos_token_id", None), ("eos_token_id", None), ("pad_token_id", 0)):
             if hasattr(each, name):  # forwards put the token of padding in the place of an image's
@@ -48,15 +49,25 @@ def multimodal_twin(model: nn.Module, small: Callable[[Any], Any], readers: Iter
     return twin
 
 
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _cut_alike(config: Any, vocab_size: int, small: Callable[[Any], Any]) -> None:
+    """Make configs of encoders with the decoder's vocabulary small, too: encoder and decoder share embeddings."""
+    for name, inside in compat.configs_inside(config).items():
+        if compat.entry_of(inside, "vocab_size") == vocab_size:
+            setattr(config, name, small(inside))
+        else:
+            _cut_alike(inside, vocab_size, small)
 
 
-def _cut_sections(old: Any, new: Any) -> None:
-    """Give each axis of positions (time, height, width) the share of a smaller head that it has of the old one."""
+def _cut_sections(model: nn.Module, old: Any, new: Any) -> None:
+    """Give each axis of positions (time, height, width) the share of a smaller head that it has of the old one. Where
+    the config says nothing, modules have what their class takes for it."""
     parameters = getattr(new, "rope_parameters", None) or {}
-    if sections := parameters.get("mrope_section"):
-        size, was = _head_dim(new), _head_dim(old)
+    known = [getattr(each, "mrope_section", None) for each in model.modules()]
+    sections = parameters.get("mrope_section") or next(
+        (each for each in known if isinstance(each, (list, tuple))), None
+    )
+    if sections:
+        size, was = compat.head_dim(new), compat.head_dim(old)
         cut = [section * size // was for section in sections]
         cut[0] += sum(sections) * size // was - sum(cut)
         new.rope_parameters = parameters | {"mrope_section": cut}

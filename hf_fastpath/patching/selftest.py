@@ -58,9 +58,7 @@ _TWIN = {
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
-}
-#: sizes of an encoder-decoder's twin besides
-_ENCODER_DECODER = {
+    # of encoders, and of decoders that were made for one
     **dict.fromkeys(("d_model", "d_embed", "embed_dim"), 64),
     **dict.fromkeys(("d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 96),
     "d_kv": 32,
@@ -68,7 +66,7 @@ _ENCODER_DECODER = {
     **dict.fromkeys(("decoder_attention_heads", "num_decoder_attention_heads", "decoder_num_attention_heads"), 2),
     **dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads"), 2),
     **dict.fromkeys(("cross_num_attention_heads", "cross_num_key_value_heads"), 2),
-    **{"cross_head_dim": 32, "cross_hidden_size": 64},
+    **{"cross_head_dim": 32, "cross_hidden_size": 64, "cross_attention_hidden_size": 64},
     **dict.fromkeys(("encoder_layers", "num_encoder_layers", "encoder_num_hidden_layers"), 2),
     **dict.fromkeys(("decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_layers"), 2),
     "decoder_start_token_id": 0,
@@ -150,11 +148,18 @@ def _twin(model: nn.Module, recorded: Recorded | None) -> nn.Module:
         return multimodal_twin(model, twin_config, () if first is None else first.recording(1, 1).readers)
     config = twin_config(model.config)
     if compat.has_encoder(model):
-        for name, inside in compat.configs_inside(config).items():
-            setattr(config, name, twin_config(inside))
+        _cut_inside(config)
         if compat.token_shape(model):  # a processor of logits asks for an end
             compat.set_entry(config.get_text_config(decoder=True), "eos_token_id", _TWIN["vocab_size"] - 1)
     return type(model)(config)
+
+
+def _cut_inside(config) -> None:
+    """Put configs of parts at the size of the twin, and those inside of them."""
+    for name, inside in compat.configs_inside(config).items():
+        small = twin_config(inside)
+        _cut_inside(small)
+        setattr(config, name, small)
 
 
 def twin_config(config):
@@ -168,8 +173,7 @@ def twin_config(config):
     config_before = copy.deepcopy(small)
     kept = _cut_stacks(small) or _cut_layers(small)
     known = vars(small).keys() | getattr(small, "attribute_map", {}).keys()
-    sizes = _TWIN | (_ENCODER_DECODER if vars(small).get("is_encoder_decoder") else {})
-    entries = [(name, value, None) for name, value in sizes.items()]
+    entries = [(name, value, None) for name, value in _TWIN.items()]
     entries += [(name, size, size) for size, names in _AT_MOST.items() for name in names]
     entries += [(name, len(kept), None) for name in _LAYERS]
     for name, value, most in entries:
@@ -182,6 +186,10 @@ def twin_config(config):
             compat.set_entry(small, name, [value] * len(old))
         elif most is None or (isinstance(old, int) and old > most):
             compat.set_entry(small, name, value)
+    if rotated := vars(small).get("rotary_dim"):  # of a head
+        small.rotary_dim = max(2, rotated * compat.head_dim(small) // compat.head_dim(config_before))
+    if isinstance(vars(small).get("attention_window"), list):  # LED's, for each layer of its encoder
+        small.attention_window = [_TWIN["sliding_window"]] * _TWIN["encoder_layers"]
     for entries in by_layer.values():  # sizes of a layer keep their ratio to those of the others
         for name in entries.keys() & _TWIN.keys():
             entries[name] = max(1, getattr(small, name) * entries[name] // getattr(config_before, name))
@@ -218,6 +226,8 @@ def _cut_layers(config) -> list[int]:
         setattr(config, name, [vars(config)[name][place] for place in kept])
     if shared:
         config.num_kv_shared_layers = sum(place >= own for place in kept)
+    if vars(config).get("hybrid_layer_ids"):  # Zamba 2's
+        config.hybrid_layer_ids = [place for place, old in enumerate(kept) if "hybrid" in rows[old]]
     return kept
 
 
