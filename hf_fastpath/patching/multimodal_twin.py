@@ -69,7 +69,8 @@ def _cut_sections(model: nn.Module, old: Any, new: Any) -> None:
     if sections:
         size, was = compat.head_dim(new), compat.head_dim(old)
         cut = [section * size // was for section in sections]
-        cut[0] += sum(sections) * size // was - sum(cut)
+        other = next((place for place, each in enumerate(sections) if sections.count(each) == 1), 0)
+        cut[other] += sum(sections) * size // was - sum(cut)  # height and width stay equal
         new.rope_parameters = parameters | {"mrope_section": cut}
 
 

@@ -78,7 +78,7 @@ _AT_MOST = {
     size: names.split()
     for size, names in (
         (128, "attention_hidden_size"),
-        (64, "attention_head_dim lru_width"),
+        (64, "attention_head_dim lru_width moe_hidden_size"),
         (48, "shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size"),
         (32, "kv_channels"),
         (16, "hidden_size_per_layer_input laurel_rank linear_head_dim linear_key_head_dim linear_value_head_dim"),
