@@ -186,6 +186,8 @@ def twin_config(config):
             compat.set_entry(small, name, [value] * len(old))
         elif most is None or (isinstance(old, int) and old > most):
             compat.set_entry(small, name, value)
+    if small.model_type == "codegen":  # whose projections have four parts
+        small.num_attention_heads = 4
     if rotated := vars(small).get("rotary_dim"):  # of a head
         small.rotary_dim = max(2, rotated * compat.head_dim(small) // compat.head_dim(config_before))
     if isinstance(vars(small).get("attention_window"), list):  # LED's, for each layer of its encoder

@@ -97,6 +97,7 @@ def test_a_note_of_others_is_not_trusted(another_process):
 @pytest.mark.parametrize("folder", ("/proc/nowhere", "~"))
 def test_without_a_cache_this_process_remembers(folder, another_process, monkeypatch):
     if folder == "~":
+        pytest.importorskip("platformdirs")
         monkeypatch.delenv("HF_FASTPATH_CACHE")
         monkeypatch.setattr("platformdirs.user_cache_dir", lambda *what, **how: folder)
     else:
