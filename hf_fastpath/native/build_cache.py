@@ -1,8 +1,8 @@
 """The folder that keeps built libraries and objects: where it is, who may write to it, locks, and what is removed.
 
-``<root>/<key>/`` holds a library with its description and lock. ``<root>/twins/`` holds what
-:mod:`..patching.passed_twins` keeps. ``<root>/objects/`` holds the compilers' objects; the
+``<root>/<key>/`` holds a library with its description and lock. ``<root>/objects/`` holds the compilers' objects; the
 name of each has a hash of everything that the object was made from, so that a build that was broken off goes on.
+``<root>/twins/`` holds what :mod:`..patching.passed_twins` keeps.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ _TWIN = {
 #: places of a random output of an encoder
 _ENCODED = 24
 #: most that further sizes of the twin may be
-_AT_MOST = {
-    size: names.split()
+_AT_MOST = tuple(
+    (name, size)
     for size, names in (
         (128, "attention_hidden_size"),
         (64, "attention_head_dim lru_width moe_hidden_size"),
@@ -84,10 +84,12 @@ _AT_MOST = {
         (16, "hidden_size_per_layer_input laurel_rank linear_head_dim linear_key_head_dim linear_value_head_dim"),
         (8, "state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank"),
         (4, "linear_num_value_heads n_routed_experts"),
-        (2, "n_groups mamba_n_groups mamba_ngroups linear_num_key_heads linear_num_heads decoder_sparse_step n_group"),
-        (1, "topk_group"),
+        (2, "n_groups mamba_n_groups mamba_ngroups linear_num_key_heads linear_num_heads n_group"),
+        (2, "decoder_sparse_step moe_layer_interval"),
+        (1, "topk_group first_k_dense_replace num_dense_layers moe_layer_start_index"),
     )
-}
+    for name in names.split()
+)
 #: numbers of layers; ``num_hidden_layers`` may be the encoder's, which transformers takes for its cache
 _LAYERS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
 #: lists with an entry for every layer
@@ -174,7 +176,7 @@ def twin_config(config):
     kept = _cut_stacks(small) or _cut_layers(small)
     known = vars(small).keys() | getattr(small, "attribute_map", {}).keys()
     entries = [(name, value, None) for name, value in _TWIN.items()]
-    entries += [(name, size, size) for size, names in _AT_MOST.items() for name in names]
+    entries += [(name, size, size) for name, size in _AT_MOST]
     entries += [(name, len(kept), None) for name in _LAYERS]
     for name, value, most in entries:
         is_derived = isinstance(getattr(type(small), name, None), property)
@@ -188,6 +190,8 @@ def twin_config(config):
             compat.set_entry(small, name, value)
     if small.model_type == "codegen":  # whose projections have four parts
         small.num_attention_heads = 4
+    if dense := vars(small).get("mlp_only_layers"):
+        small.mlp_only_layers = [layer for layer in dense if layer < 1]
     if rotated := vars(small).get("rotary_dim"):  # of a head
         small.rotary_dim = max(2, rotated * compat.head_dim(small) // compat.head_dim(config_before))
     if isinstance(vars(small).get("attention_window"), list):  # LED's, for each layer of its encoder

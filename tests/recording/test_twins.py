@@ -73,11 +73,16 @@ def model_of(table, model_type):
     ],
 )
 def test_twins_of_default_sizes(table, model_type, monkeypatch):
+    """A twin decodes as stock does, and lacks no kind of module that the model's decoder has."""
     require_native(CPU)
     if model_type in UNLIKE:
         pytest.skip(f"its default has {UNLIKE[model_type]}")
+    twins = []
     monkeypatch.setattr(passed_twins, "find", lambda key: None)
+    monkeypatch.setattr(passed_twins, "keep", lambda key, difference, twin: twins.append(twin))
     model = compat.generating_model(model_of(table, model_type))
     plan = analyse.analyse(model, Options.parse())
     found, _ = selftest.run(model, plan.recorded)
     assert found is None, plan.loop_reason
+    of_model, of_twin = ({type(each) for each in compat.text_decoder(each).modules()} for each in (model, *twins))
+    assert not of_model - of_twin
