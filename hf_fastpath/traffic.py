@@ -10,6 +10,7 @@ from torch import nn
 from .compat import (
     CACHE,
     has_encoder,
+    head_dim,
     is_multimodal,
     layer_config,
     layer_kinds,
@@ -60,12 +61,11 @@ def _modules_of_a_step(model: Any) -> list[nn.Module]:
 def layer_widths(config: Any) -> tuple[int, int, int]:
     """Return the features of a layer's queries, of its keys (its values have as many), and inside its MLP."""
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         kv_heads = 1  # Falcon; its newer architecture keeps keys and values for every query head
     inner = next(filter(None, (getattr(config, name, None) for name in _MLP_WIDTHS)), 4 * config.hidden_size)
-    return heads * head_dim, kv_heads * head_dim, inner
+    return heads * head_dim(config), kv_heads * head_dim(config), inner
 
 
 def kv_bytes(config: Any, context: float, dtype: torch.dtype, batch: int = 1) -> int:

@@ -83,11 +83,14 @@ def switched_off() -> bool:
     return os.environ.get("HF_FASTPATH_NATIVE", "1") == "0"
 
 
+def description(device: str) -> dict | None:
+    """Return what the build noted of the library that serves ``device``; None if none does."""
+    return build.description(Path(_status[device].detail)) if is_native(device) else None
+
+
 def cuda_archs() -> tuple[str, ...]:
     """Return what the loaded CUDA library was compiled for, as ``build.build`` takes it; empty without a library."""
-    found = _status["cuda"]
-    info = build.description(Path(found.detail)) if found.native else None
-    return tuple((info or {}).get("cuda_archs", ()))
+    return tuple((description("cuda") or {}).get("cuda_archs", ()))
 
 
 def build_mode() -> str:

@@ -29,7 +29,8 @@ def multimodal_twin(model: nn.Module, small: Callable[[Any], Any], readers: Iter
     made = small(text)
     _cut_sections(model, text, made)
     config = made if text is config else _put(config, text, made)
-    _cut_alike(config, text.vocab_size, small)
+    # encoders with the decoder's vocabulary share its embeddings
+    cut_inside(config, small, lambda each: compat.entry_of(each, "vocab_size") == text.vocab_size)
     for each in (made, config):
         for name, token in (("bos_token_id", None), ("eos_token_id", None), ("pad_token_id", 0)):
             if hasattr(each, name):  # forwards put the token of padding in the place of an image's
@@ -49,13 +50,13 @@ def multimodal_twin(model: nn.Module, small: Callable[[Any], Any], readers: Iter
     return twin
 
 
-def _cut_alike(config: Any, vocab_size: int, small: Callable[[Any], Any]) -> None:
-    """Make configs of encoders with the decoder's vocabulary small, too: encoder and decoder share embeddings."""
+def cut_inside(config: Any, small: Callable[[Any], Any], is_wanted: Callable[[Any], bool] = lambda each: True) -> None:
+    """Put a small config in the place of each that is wanted, of the parts of a model and of parts of these."""
     for name, inside in compat.configs_inside(config).items():
-        if compat.entry_of(inside, "vocab_size") == vocab_size:
-            setattr(config, name, small(inside))
-        else:
-            _cut_alike(inside, vocab_size, small)
+        if is_wanted(inside):
+            inside = small(inside)
+            setattr(config, name, inside)
+        cut_inside(inside, small, is_wanted)
 
 
 def _cut_sections(model: nn.Module, old: Any, new: Any) -> None:

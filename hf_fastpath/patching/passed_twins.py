@@ -76,9 +76,7 @@ def _file(key: str) -> Path:
 def _device(device: torch.device) -> list[str]:
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
-    found = loader.status().get(device.type)
-    note = build_cache.description(Path(found.detail)) if found is not None and found.native else None
-    return [device.type, name, note["sha256"] if note else ""]
+    return [device.type, name, (loader.description(device.type) or {}).get("sha256", "")]
 
 
 def _classes(twin: nn.Module) -> list[type]:

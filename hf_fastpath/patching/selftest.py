@@ -22,7 +22,7 @@ from . import passed_twins
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, undo
 from .coverage import check_coverage, unsupported
-from .multimodal_twin import multimodal_twin
+from .multimodal_twin import cut_inside, multimodal_twin
 from .plan import PatchPlan
 from .state import PatchState
 
@@ -150,18 +150,10 @@ def _twin(model: nn.Module, recorded: Recorded | None) -> nn.Module:
         return multimodal_twin(model, twin_config, () if first is None else first.recording(1, 1).readers)
     config = twin_config(model.config)
     if compat.has_encoder(model):
-        _cut_inside(config)
+        cut_inside(config, twin_config)
         if compat.token_shape(model):  # a processor of logits asks for an end
             compat.set_entry(config.get_text_config(decoder=True), "eos_token_id", _TWIN["vocab_size"] - 1)
     return type(model)(config)
-
-
-def _cut_inside(config) -> None:
-    """Put configs of parts at the size of the twin, and those inside of them."""
-    for name, inside in compat.configs_inside(config).items():
-        small = twin_config(inside)
-        _cut_inside(small)
-        setattr(config, name, small)
 
 
 def twin_config(config):
@@ -188,19 +180,24 @@ def twin_config(config):
             compat.set_entry(small, name, [value] * len(old))
         elif most is None or (isinstance(old, int) and old > most):
             compat.set_entry(small, name, value)
-    if small.model_type == "codegen":  # whose projections have four parts
-        small.num_attention_heads = 4
-    if dense := vars(small).get("mlp_only_layers"):
-        small.mlp_only_layers = [layer for layer in dense if layer < 1]
-    if rotated := vars(small).get("rotary_dim"):  # of a head
-        small.rotary_dim = max(2, rotated * compat.head_dim(small) // compat.head_dim(config_before))
-    if isinstance(vars(small).get("attention_window"), list):  # LED's, for each layer of its encoder
-        small.attention_window = [_TWIN["sliding_window"]] * _TWIN["encoder_layers"]
+    _fit(small, config_before)
     for entries in by_layer.values():  # sizes of a layer keep their ratio to those of the others
         for name in entries.keys() & _TWIN.keys():
             entries[name] = max(1, getattr(small, name) * entries[name] // getattr(config_before, name))
     compat.put_layer_entries(small, {new: by_layer[old] for new, old in enumerate(kept) if old in by_layer})
     return small
+
+
+def _fit(small, old) -> None:
+    """Change entries that have to go with others, which are small now."""
+    if small.model_type == "codegen":  # whose projections have four parts
+        small.num_attention_heads = 4
+    if dense := vars(small).get("mlp_only_layers"):
+        small.mlp_only_layers = [layer for layer in dense if layer < 1]
+    if rotated := vars(small).get("rotary_dim"):  # of a head
+        small.rotary_dim = max(2, rotated * compat.head_dim(small) // compat.head_dim(old))
+    if isinstance(vars(small).get("attention_window"), list):  # LED's, for each layer of its encoder
+        small.attention_window = [_TWIN["sliding_window"]] * _TWIN["encoder_layers"]
 
 
 def _cut_stacks(config) -> list[int]:

@@ -4,6 +4,7 @@ sizes, the small models of other tests do not."""
 from __future__ import annotations
 
 import csv
+import functools
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ UNLIKE = {
 }
 
 
+@functools.cache
 def recorded(table):
     """Types that are recorded, with the version of transformers for which the table says so."""
     with (DATA / f"{table}.csv").open() as file:
