@@ -18,7 +18,7 @@ from ..patching.coverage import check_anything
 from ..patching.plan import PatchPlan
 from ..patching.reporting import Report
 from ..reasons import REASONS
-from ..recording.part import RECORDED
+from ..recording.family import RECORDED
 from ..stats import Stats
 from ..tables import table
 from . import several_gpus

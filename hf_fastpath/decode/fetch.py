@@ -164,17 +164,17 @@ class Fetching(Program):
 
     def emit(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
         arguments = by_name(op, positional, named)
-        waiting = [each for each in {id(each): each for each in _tensors_in(arguments)}.values() if self._waits(each)]
+        waiting = [each for each in {id(each): each for each in tensors_in(arguments)}.values() if self._waits(each)]
         here = {id(each): self._copy_of(each) for each in waiting if not _passes(each)}
         passing = list(filter(_passes, waiting))
         if not passing:
-            return super().emit(op, **_with(arguments, here))
+            return super().emit(op, **with_tensors(arguments, here))
         number = len(self._copies.loads)
         here |= self._load(passing)
         super().emit(await_copies, copies=self._copies, number=number)
         if "programmatic_launch" in arguments:  # the kernel waits for copies, and not for the kernel in front alone
             arguments = arguments | {"programmatic_launch": False}
-        out = super().emit(op, **_with(arguments, here))
+        out = super().emit(op, **with_tensors(arguments, here))
         super().emit(start_copies, copies=self._copies, behind=number)
         return out
 
@@ -280,26 +280,26 @@ def _room(tensor: torch.Tensor) -> int:
     return -(-page_lock.extent(tensor) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in arguments: also those in lists and norms."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each)
+            yield from tensors_in(each)
     elif isinstance(value, (Norm, HeadNorms)):
         for each in fields(value):
-            yield from _tensors_in(getattr(value, each.name))
+            yield from tensors_in(getattr(value, each.name))
 
 
-def _with(value: Any, here: dict[int, torch.Tensor]) -> Any:
-    """Return arguments with the tensors of these ids replaced."""
+def with_tensors(value: Any, here: dict[int, torch.Tensor]) -> Any:
+    """Return arguments with others in the place of the tensors of these ids."""
     if isinstance(value, torch.Tensor):
         return here.get(id(value), value)
     if isinstance(value, dict):
-        return {name: _with(each, here) for name, each in value.items()}
+        return {name: with_tensors(each, here) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_with(each, here) for each in value)
+        return type(value)(with_tensors(each, here) for each in value)
     if isinstance(value, (Norm, HeadNorms)):
-        return replace(value, **{each.name: _with(getattr(value, each.name), here) for each in fields(value)})
+        return replace(value, **{each.name: with_tensors(getattr(value, each.name), here) for each in fields(value)})
     return value

@@ -6,7 +6,7 @@ that the hooks copy from: on the CPU where they lie, on a GPU through :mod:`.fet
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,13 +47,60 @@ def local_model(model: nn.Module) -> nn.Module:
     return rebuilt(model, local)
 
 
+class Waiting:
+    """The tensors that accelerate's hooks bring to the device of a model's embeddings.
+
+    Args:
+        model: the model, with its hooks.
+        home: the device of the embeddings.
+    """
+
+    def __init__(self, model: nn.Module, home: torch.device):
+        self._home = home
+        brought = ((module, compat.brought(module)) for module in model.modules())
+        self._brought = [(module, found) for module, found in brought if found]
+        waiting = (each for each in self._tensors() if self.is_elsewhere(each))
+        self._waiting = {id(each): each for each in waiting}
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (each for _, found in self._brought for each in found.values() if each is not None)
+
+    def is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that a hook brings is not where the embeddings are."""
+        return tensor.device != self._home
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._waiting
+
+    @property
+    def sources(self) -> list[tuple[int, int]]:
+        """See ``ModelPart.sources``."""
+        found = (compat.brought(module).values() for module, _ in self._brought)
+        return [(id(each), each.data_ptr()) for values in found for each in values if each is not None]
+
+    def reason(self) -> Cause | None:
+        """Return why steps cannot bring what the hooks bring, or None."""
+        for module, found in self._brought:
+            if None in found.values():
+                return Cause("offloaded", "weights that are on disk, or that accelerate converts", module)
+            there = compat.execution_device(module)
+            if there.type != self._home.type or there.index not in (None, self._home.index):
+                return Cause("offloaded", f"brought to {there}, and the embeddings are on {self._home}", module)
+        return None
+
+    def table_reason(self, tables: Iterable[nn.Module]) -> Cause | None:
+        """Return a reason if one of ``tables`` of embeddings waits: a step would bring all of it to read a few rows."""
+        table = next((module for module in tables if module.weight in self), None)
+        return None if table is None else Cause("offloaded", "a table of which a step reads a few rows", table)
+
+
 @dataclass(frozen=True)
 class OffloadedPart(LocalPart):
     """A model some weights of which wait in host memory or on disk."""
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """Return where calls read a tensor: what waits in host memory is brought to the embeddings' device."""
-        return self.home if self._waits(tensor) else tensor.device
+        return self.home if tensor in self._waiting else tensor.device
 
     @property
     def home(self) -> torch.device:
@@ -61,32 +108,18 @@ class OffloadedPart(LocalPart):
         return self.embedding.weight.device
 
     @cached_property
-    def _brought(self) -> list[tuple[nn.Module, dict[str, torch.Tensor | None]]]:
-        """The model's modules whose hooks bring something, and what that is."""
-        return [(module, found) for module in self.whole.modules() if (found := compat.brought(module))]
-
-    @cached_property
-    def _waiting(self) -> dict[int, torch.Tensor]:
-        tensors = (each for _, found in self._brought for each in found.values() if each is not None)
-        return {id(each): each for each in tensors if self.is_elsewhere(each)}
-
-    def is_elsewhere(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that a hook brings is not where the embeddings are."""
-        return tensor.device != self.home
-
-    def _waits(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._waiting
+    def _waiting(self) -> Waiting:
+        return Waiting(self.whole, self.home)
 
     @property
     def host_weights(self) -> list[list[torch.Tensor]]:
         head = [*self.final_norm.parameters(), *weight_and_bias(self.head)]
         groups = [*(layer.parameters() for layer in self.layers), head]
-        return [[each for each in group if each is not None and self._waits(each)] for group in groups]
+        return [[each for each in group if each is not None and each in self._waiting] for group in groups]
 
     @property
     def sources(self) -> list[tuple[int, int]]:
-        found = (compat.brought(module).values() for module, _ in self._brought)
-        return [(id(each), each.data_ptr()) for values in found for each in values if each is not None]
+        return self._waiting.sources
 
     @cached_property
     def layer_devices(self) -> list[torch.device]:
@@ -98,29 +131,22 @@ class OffloadedPart(LocalPart):
 
     def _device_of_all(self, tensors: Iterable[torch.Tensor | None], device: torch.device) -> torch.device:
         """Return the home if some of ``tensors`` wait in host memory, else ``device``."""
-        return self.home if any(each is not None and self._waits(each) for each in tensors) else device
+        return self.home if any(each is not None and each in self._waiting for each in tensors) else device
 
     def lasting_reason(self) -> str | None:
-        if (reason := self.other_reason()) is not None:
-            return reason
-        for module, found in self._brought:
-            if None in found.values():
-                return Cause("offloaded", "weights that are on disk, or that accelerate converts", module)
-            there = compat.execution_device(module)
-            if there.type != self.home.type or there.index not in (None, self.home.index):
-                return Cause("offloaded", f"brought to {there}, and the embeddings are on {self.home}", module)
-        tables = (module for module in self._embeddings() if self._waits(module.weight))
-        if (table := next(tables, None)) is not None:
-            return Cause("offloaded", "a table of which a step reads a few rows", self._in_whole(table))
-        return None
+        reason = self.other_reason() or self._waiting.reason()
+        return reason or in_whole(self, self._waiting.table_reason(self._embeddings()))
 
     def reason(self) -> str | None:
-        reason = self.lasting_reason() or super().reason()
-        local = getattr(reason, "module", None)
-        return reason if local is None else Cause(reason, reason.what, self._in_whole(local))
+        return self.lasting_reason() or in_whole(self, super().reason())
 
-    def _in_whole(self, module: nn.Module) -> nn.Module:
-        return self.owner(module) if any(each is module for each in self.module.modules()) else module
+
+def in_whole(part: Any, reason: str | None) -> str | None:
+    """Return a reason with the module of the whole model in the place of one of its local model."""
+    local = getattr(reason, "module", None)
+    if local is None or not any(each is local for each in part.module.modules()):
+        return reason
+    return Cause(reason, reason.what, part.owner(local))
 
 
 @dataclass(frozen=True)

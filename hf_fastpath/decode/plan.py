@@ -176,8 +176,7 @@ class DecodePlan:
             at[device] = Positions(angles, lens, starts, *fixed, self._encoded)
         if part.is_recorded:
             biases = [memory for _, memory in self._biases]
-            given = self.inputs, self.positions, self._caches, self.states, biases, at[self.device]
-            logits = part.record(emit, *given)
+            logits = part.record(self.program, self.inputs, self.positions, self._caches, self.states, biases, at)
             return logits, self._made_for(programmatic_launch, part.rows)
         for index, (layer, device) in enumerate(zip(part.layers, part.layer_devices)):
             self.program.move_to(device)

@@ -63,6 +63,13 @@ class Program:
         """
         return tensor
 
+    def copied_here(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the next call reads of a model's tensor that is on another device: a copy, as of :meth:`renew`.
+
+        A program of one device need not copy.
+        """
+        return tensor
+
     def renew(self) -> None:
         """Note that constant shared tensors have changed."""
 

@@ -27,6 +27,8 @@ _CONTENTS = itemgetter("_modules", "_parameters", "_buffers")
 #: of ``generate()``, which come with each call
 _BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | compat.FORWARD_NOTES | {compat.GENERATION_DEFAULTS}
 _FACTS = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype")
+#: stands for any parameter on "meta" whose hook brings another tensor: the hook puts a new one there at every call
+_ON_META = object()
 
 
 class Snapshot:
@@ -46,6 +48,7 @@ class Snapshot:
     def __init__(self, part: structure.ModelPart):
         self.part = part
         self.prompt_programs: dict[tuple, Any] = {}
+        self._is_brought = bool(part.sources)
         modules = list(part.source.modules())
         self._attributes = [itemgetter("_modules", *(vars(module).keys() - _BOOKKEEPING)) for module in modules]
         known = nn.Module.__mro__
@@ -90,6 +93,8 @@ class Snapshot:
         # a function that ``kernels`` may replace is a module
         inner = [vars(function).get("forward") for function in functions if isinstance(function, nn.Module)]
         inside = _all_values(filter(None, chain.from_iterable(map(_CONTENTS, spaces))))
+        if self._is_brought:
+            inside = (_ON_META if isinstance(each, torch.Tensor) and each.is_meta else each for each in inside)
         sizes = [len(space) - sum(note in space for note in compat.FORWARD_NOTES) for space in spaces]
         hooks = chain.from_iterable(map(compat.hooks_with_effect, spaces))
         return [*chain.from_iterable(held), *sizes, *inside, *hooks, *functions, *inner, *map(type, modules)]

@@ -93,6 +93,7 @@ class Stages(Program):
         self._constants: set[int] = set()
         self._carried: dict[tuple[int, torch.device], Register] = {}
         self._has_stale_constants = True
+        self._copies: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # see copied_here()
         self.move_to(device)
 
     def move_to(self, device: torch.device) -> None:
@@ -107,7 +108,16 @@ class Stages(Program):
             self._constants.add(register.index)
         return register
 
+    def copied_here(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = id(tensor), self._stages[-1].device
+        if key not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[key] = tensor, torch.empty_like(tensor, device=key[1], requires_grad=False)
+        return self._copies[key][1]
+
     def renew(self) -> None:
+        for tensor, copy in self._copies.values():
+            copy.copy_(tensor.detach())
         self._has_stale_constants = True
         for stage in self._stages:
             stage.program.renew()

@@ -21,7 +21,7 @@ from ..native import loader
 from ..options import Options
 from ..quantization import replacing
 from ..reasons import Cause, named
-from ..recording.part import Recorded
+from ..recording.family import Recorded
 from ..recording.spread_part import RecordedOverRanks
 from .plan import Binding, Declined, PatchPlan
 

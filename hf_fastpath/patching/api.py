@@ -18,7 +18,7 @@ from ..progress import announced
 from ..quantization.repacking import repack_checkpoint
 from ..quantization.replacing import free_originals, no_saving
 from ..reasons import explained, named
-from ..recording.part import Recorded
+from ..recording.family import Recorded
 from . import selftest
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, quantize, undo

@@ -15,7 +15,7 @@ from ..decode.ranks import Ranks
 from ..options import Options
 from ..quantization.replacing import Replacement
 from ..reasons import Cause
-from ..recording.part import Recorded
+from ..recording.family import Recorded
 
 
 @dataclass(frozen=True)

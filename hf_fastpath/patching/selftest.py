@@ -17,7 +17,7 @@ from ..errors import UnsupportedModelError
 from ..options import Options
 from ..reasons import REASONS
 from ..recording import proof
-from ..recording.part import Recorded
+from ..recording.family import Recorded
 from . import passed_twins
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, undo

@@ -60,7 +60,8 @@ class Lowering:
         for size in {each for each in windows if isinstance(each, marks.Chunk)}:  # first, as attention reads it early
             at = dict(seq_lens=self._at.seq_lens, starts=self._at.starts)
             self._chunk_starts[size] = self._emit(chunk_starts, **at, size=int(size))
-        for call in self._recording.calls:
+        for place, call in enumerate(self._recording.calls):
+            self._come_to(place)
             arguments = {name: self._value(value) for name, value in call.arguments.items()}
             self._quantized.check(call)
             rule = _RULES.get(call.op)
@@ -71,6 +72,9 @@ class Lowering:
         if self._pending:
             raise Unrecordable("keys and values that no attention reads")
         return self._values[self._recording.logits.index]
+
+    def _come_to(self, place: int) -> None:
+        """Note that the calls to come are those of the list's call at this place."""
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, Register):

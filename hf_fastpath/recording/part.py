@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,7 +12,6 @@ from torch import nn
 from .. import compat
 from ..decode.encoded import EncodedPlaces
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
-from ..decode.named_calls import Emit
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program
@@ -33,42 +33,15 @@ from .skeleton import Skeleton
 from .step import record, why_other_in_training
 from .tensors import tensors_reason
 
-#: what a report shows in place of an architecture's name
-RECORDED = "recorded"
-
-
-class Recorded:
-    """What takes the place of an architecture for models that have none.
-
-    Attributes:
-        name: ``"recorded"``.
-        module: transformers module of the model's class.
-        twins_difference: difference from stock's logits that a small twin showed, see :mod:`.proof`.
-        first: the model when it was looked at first, with the step that was recorded then; None once that is taken.
-    """
-
-    name, like = RECORDED, None
-
-    def __init__(self, model: nn.Module):
-        self.module = type(model).__module__
-        self.twins_difference = 0.0
-        self.first: RecordedPart | None = None
-
-    def model_part(self, model: nn.Module) -> RecordedPart | None:
-        """Return ``model`` as it is now."""
-        made = RecordedPart(self, model)
-        self.first = self.first or made
-        return made
-
-    def __deepcopy__(self, memo: dict) -> Recorded:
-        return self
+if TYPE_CHECKING:
+    from .family import Recorded
 
 
 class RecordedPart:
     """A causal LM of no listed architecture, as it is now.
 
     Attributes:
-        architecture: see :class:`Recorded`.
+        architecture: see :class:`.family.Recorded`.
         module: the model.
         is_multimodal: whether the model reads images or sound as well.
         has_encoder: whether the model's decoder attends to what an encoder has read.
@@ -80,9 +53,10 @@ class RecordedPart:
     rope_kinds: tuple = ()
     is_cast_down = False
     is_recorded = True
+    is_placed = False  # see .placed_part
     ranks: Ranks | None = None  # see .spread_part
-    host_weights: tuple = ()  # a model that is offloaded is not recorded
-    sources: tuple = ()
+    host_weights: Sequence[list[torch.Tensor]] = ()  # see .placed_part
+    sources: Sequence[tuple[int, int]] = ()
 
     def __init__(self, architecture: Recorded, module: nn.Module):
         self.architecture, self.module = architecture, module
@@ -146,23 +120,45 @@ class RecordedPart:
 
     def record(
         self,
-        emit: Emit,
+        program: Program,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         caches: list[KVCache],
         states: list[list[torch.Tensor]],
         biases: list[torch.Tensor],
-        at: Positions,
+        at: Mapping[torch.device, Positions],
     ) -> Any:
-        """Emit the step; return what stands for the logits [batch, query_len, vocab_size]."""
-        recording = self.recording(*positions.shape)
-        given = {each.register.index: table for each, table in zip(recording.biases, biases, strict=True)}
-        given |= {recording.tokens.index: tokens, recording.positions.index: positions}
+        """Emit the step.
+
+        Args:
+            at: of each device.
+
+        Returns:
+            What stands for the logits [batch, query_len, vocab_size].
+        """
+        recording, encoded = self.recording(*positions.shape), at[self.devices[0]].encoded
+        shared = {each.register.index: program.shared(table, True) for each, table in zip(recording.biases, biases)}
+        given = shared | {recording.tokens.index: program.shared(tokens)}
+        given[recording.positions.index] = program.shared(positions)
         for registers, tensors in zip(recording.states, states):
             given |= {register.index: tensor for register, tensor in zip(registers, tensors, strict=True)}
-        if at.encoded is not None and len(at.encoded.caches) != len(recording.encoded):
+        if encoded is not None and len(encoded.caches) != len(recording.encoded):
             raise Unrecordable("layers that keep nothing of what the encoder has read")
-        return Lowering(recording, emit, given, caches, at, [layer.attention for layer in self.layers]).run()
+        return self._lowering(program, recording, given, caches, at).run()
+
+    def _lowering(
+        self,
+        program: Program,
+        recording: Recording,
+        given: dict[int, Any],
+        caches: list[KVCache],
+        at: Mapping[torch.device, Positions],
+    ) -> Lowering:
+        return Lowering(recording, program.emit, given, caches, at[self.devices[0]], self._cached_attentions)
+
+    @property
+    def _cached_attentions(self) -> list[RecordedAttention | None]:
+        return [layer.attention for layer in self.layers]
 
     # ---- roles ------------------------------------------------------------------------------------------------
 
@@ -213,8 +209,13 @@ class RecordedPart:
     def num_embeddings(self) -> int:
         return len(self.embedding.weight)
 
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """Return where calls of a step read a tensor of the model."""
+        return tensor.device
+
     @functools.cached_property
     def devices(self) -> tuple[torch.device, ...]:
+        """Return where a step runs, the embeddings' device first."""
         return (self.embedding.weight.device,)
 
     @property
@@ -349,8 +350,8 @@ class RecordedPart:
 
     def lasting_reason(self) -> str | None:
         """Do as :meth:`reason`, as if ``model.eval()`` had been called."""
-        reason = self.other_reason() or self.outer_reason() or self._modules_reason() or tensors_reason(self.module)
-        return reason or self._recording_reason
+        reason = self.other_reason() or self.outer_reason() or self._modules_reason()
+        return reason or tensors_reason(self.module, self.device_of, self.is_placed) or self._recording_reason
 
     def projections(self) -> list[list[nn.Module]]:
         """Return the linear layers of a token's step, without the head and mixtures; those of one input together."""
@@ -391,10 +392,10 @@ def _dry_run(part: RecordedPart) -> None:
     """
     program = Program()
     caches = [KVCache(program.register(), program.register()) for _ in part.kinds]
-    at = Positions({}, program.register(), program.register())
+    at = {device: Positions({}, program.register(), program.register()) for device in part.devices}
     if part.has_encoder:
-        at.encoded = EncodedPlaces(program, len(part.kinds), 1, torch.device("cpu"))
+        at[part.devices[0]].encoded = EncodedPlaces(program, len(part.kinds), 1, torch.device("cpu"))
     shape = torch.zeros(1, 1, dtype=torch.long)
     biases = [each.memory(shape.device) for each in part.biases(1)]
     tokens = torch.zeros(1, 1, *part.token_shape, dtype=torch.long)
-    part.record(program.emit, tokens, shape, caches, part.states(1), biases, at)
+    part.record(program, tokens, shape, caches, part.states(1), biases, at)

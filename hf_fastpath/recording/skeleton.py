@@ -35,6 +35,7 @@ class Skeleton:
     def __init__(self, model: nn.Module, evaluates: bool = True):
         self.model = model
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = _home(model)  # where all tensors of the copy claim to be
         self.real: dict[int, torch.Tensor] = {}  # id of a tensor without data -> the model's own
         #: name of a quantized layer -> a matrix without data that stands for its weight
         self.quantized = {
@@ -57,7 +58,6 @@ class Skeleton:
         compat.ask_for_plain_functions(self.copy)
         self.takes_positions = compat.takes_positions(model)
         self.token_shape = compat.token_shape(model)
-        self.device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self.lock = threading.RLock()  # of threads that run the copy
 
     def encoder_output(self, batch: int, length: int) -> torch.Tensor:
@@ -85,10 +85,20 @@ class Skeleton:
 
     def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
         made = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        if made.device != self.device:
+            with self.mode:
+                made = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=self.device)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=False)
         self.real[id(made)] = tensor
         return made
+
+
+def _home(model: nn.Module) -> torch.device:
+    """Return the device of a model's embeddings, or of its first parameter if it has none."""
+    weight = getattr(compat.text_embedding(model), "weight", None)
+    first = next(model.parameters(), None) if weight is None else weight
+    return torch.device("cpu") if first is None else first.device
 
 
 def _stock_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -8,37 +8,28 @@ from torch import nn
 
 from .. import compat
 from ..compat import ShardStyle
-from ..decode.local_models import owner_of
 from ..decode.modules import is_packed
 from ..decode.plan_cache import PlanCache
 from ..decode.rank_calls import COLLECTIVES, shard_of
 from ..decode.ranks import Ranks
 from ..decode.shards import EXPERT_STYLES, local_model, spread_reason
 from ..reasons import Cause
-from .part import Recorded, RecordedPart
+from .family import Recorded
+from .local_part import LocalRecordedPart
 from .proof import reason_against
 
 
-class SpreadPart(RecordedPart):
+class SpreadPart(LocalRecordedPart):
     """What this rank has of a recorded model.
 
     Attributes:
-        module: the local model, which is recorded.
-        whole: the model that was given to ``patch()``.
         ranks: the processes.
     """
 
     def __init__(self, architecture: RecordedOverRanks, whole: nn.Module):
-        super().__init__(architecture, local_model(whole, architecture.ranks))
-        self.whole, self.ranks = whole, architecture.ranks
+        super().__init__(architecture, whole, local_model(whole, architecture.ranks))
+        self.ranks = architecture.ranks
         self._joint: dict[int, int] = {}  # number of sequences -> see _together()
-
-    @property
-    def source(self) -> nn.Module:
-        return self.whole
-
-    def owner(self, module: nn.Module) -> nn.Module:
-        return owner_of(self.whole, self.module, module)
 
     @property
     def num_embeddings(self) -> int:
@@ -97,8 +88,5 @@ class RecordedOverRanks(Recorded):
         super().__init__(model)
         self.ranks = ranks
 
-    def model_part(self, model: nn.Module) -> SpreadPart:
-        """Return this rank's part of ``model`` as it is now."""
-        made = SpreadPart(self, model)
-        self.first = self.first or made
-        return made
+    def _part(self, model: nn.Module) -> SpreadPart:
+        return SpreadPart(self, model)

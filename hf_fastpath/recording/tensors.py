@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import nn
 
 from .. import compat
@@ -10,16 +13,23 @@ from ..reasons import Cause
 from ..registry import PLAIN_TENSORS
 
 
-def tensors_reason(model: nn.Module) -> Cause | None:
-    """Return why kernels cannot read a model's weights where they are, or None."""
+def tensors_reason(
+    model: nn.Module, device_of: Callable[[torch.Tensor], torch.device], is_placed: bool
+) -> Cause | None:
+    """Return why kernels cannot read a model's weights where they are, or None.
+
+    Args:
+        device_of: gives where calls read a weight.
+        is_placed: whether calls may run on several devices.
+    """
     parameters = list(model.parameters())
     if any(map(compat.is_sharded, parameters)):
         return Cause("sharded", module=model)
     odd = next((each for each in parameters if type(each) not in PLAIN_TENSORS), None)
     if odd is not None:
         return Cause("unsupported_projection", f"a weight is {type(odd).__name__}", model)
-    devices = {each.device for each in parameters}
-    if len(devices) > 1:
+    devices = set(map(device_of, parameters))
+    if len({each.type for each in devices} if is_placed else devices) > 1:
         return Cause("device", f"weights on {', '.join(sorted(map(str, devices)))}", model)
     # a model on the meta device is only asked about, and never runs
     types = [each.type for each in devices if each.type != "meta"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
+import causal_lm_types
 import pytest
 import torch
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
@@ -31,6 +33,7 @@ import hf_fastpath
 from hf_fastpath import UnsupportedModelError
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import steps
+from hf_fastpath.patching.state import state_of
 
 
 def to_disk(model, folder) -> None:
@@ -200,6 +203,46 @@ def test_layers_on_two_gpus(architecture, when, two_gpus):
         found = ours.generate(again, **SHORT, **{CACHE: cache})
     assert counts.fast == 24
     assert_same_tokens(found, stock.generate(again, **SHORT))
+
+
+def blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names that a device map has: layers one by one, and what is beside them."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList):
+            yield from (f"{path}.{place}" for place in range(len(child)))
+        elif any(isinstance(each, nn.ModuleList) for each in child.modules()) and not list(child.parameters(False)):
+            yield from blocks(child, f"{path}.")
+        else:
+            yield path
+
+
+#: norms behind the blocks, states, latents and experts, keys and values that layers share, biases of scores, states
+#: beside experts, a tower of images
+_RECORDED = ("glm4", "qwen3_5_text", "deepseek_v3", "gemma3n_text", "mpt", "granitemoehybrid", "mamba", "gemma3")
+
+
+@pytest.mark.parametrize("model_type", _RECORDED)
+def test_recorded_models_on_two_gpus(model_type, two_gpus):
+    """Steps of models without an architecture file go from GPU to GPU; states and caches are beside their layers."""
+    stock = causal_lm_types.small_model(model_type)
+    names = list(blocks(stock))
+    ours = copy.deepcopy(stock)
+    for model in (stock, ours):
+        where = {each: two_gpus[each.endswith((".layers.1", ".blocks.1"))] for each in names}
+        dispatch_model(model, where, main_device=two_gpus[0], skip_keys=CACHE)
+    hf_fastpath.patch(ours, quiet=True)
+    report = hf_fastpath.report(ours)
+    assert (report.architecture, report.loop) == ("recorded", "fast"), report
+    cases = ((1, SHORT), (2, SHORT), (2, SHORT | dict(num_beams=2)), (1, SHORT | dict(do_sample=True, top_k=20)))
+    for batch, options in cases:
+        ids = causal_lm_types.some_ids(batch).to(two_gpus[0])
+        with counting(ours) as counts:
+            found, expected = both(stock, ours, input_ids=ids, **options)
+        assert_same_tokens(found, expected)
+        assert counts.fast == 12 * batch and not counts.reasons, counts.reasons
+    for plan in state_of(ours).plans:
+        assert {stage.device for stage in plan.program._stages} == set(two_gpus)
 
 
 def test_model_on_the_second_gpu(two_gpus):

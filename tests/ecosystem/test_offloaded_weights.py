@@ -11,6 +11,7 @@ import mmap
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
+import causal_lm_types
 import pytest
 import torch
 from accelerate import dispatch_model
@@ -78,7 +79,7 @@ def locks(monkeypatch, device):
     found = Locks()
     monkeypatch.setattr(fetch, "KEPT_BYTES", KEPT)
     if device.type == "cpu":
-        monkeypatch.setattr(offloaded.OffloadedPart, "is_elsewhere", lambda part, tensor: True)
+        monkeypatch.setattr(offloaded.Waiting, "is_elsewhere", lambda waiting, tensor: True)
         monkeypatch.setattr(page_lock, "lock_pages", found.lock)
         monkeypatch.setattr(page_lock, "unlock_pages", found.unlock)
     yield found
@@ -169,6 +170,36 @@ def test_other_structures(offload, device, architecture):
             found, expected = both(stock, ours, input_ids=prompt(device, batch, 21), **SHORT)
         assert_same_tokens(found, expected, stock)
         assert counts.fast == 12 * batch, counts.reasons
+
+
+#: norms behind the blocks, states, latents and experts, biases of scores, keys and values that layers share
+_RECORDED = ("glm4", "qwen3_5_text", "deepseek_v3", "mpt", "gemma4_text", "mamba", "granitemoehybrid")
+
+
+@pytest.mark.parametrize("model_type", _RECORDED)
+def test_recorded_models(locks, device, model_type):
+    """Steps bring weights; prompts pass the hooks."""
+    stock = causal_lm_types.small_model(model_type).to(device)
+    ours = copy.deepcopy(stock)
+    waiting = [name for name in blocks_of(ours) if name.split(".")[-1] in ("1", "2", "3")]
+    to_host(ours, waiting)
+    try:
+        hf_fastpath.patch(ours, quiet=True)
+        report = hf_fastpath.report(ours)
+        assert (report.architecture, report.loop) == ("recorded", "fast")
+        for batch in (1, 2, 1):
+            ids = causal_lm_types.some_ids(batch).to(device)
+            with counting(ours) as counts:
+                found, expected = both(stock, ours, input_ids=ids, **SHORT)
+            assert_same_tokens(found, expected, stock)
+            assert counts.fast == 12 * batch and set(counts.reasons) == {"over_the_bus"}, counts.reasons
+        copies = [program._copies for program in programs_of(ours)]
+        assert len(copies) == 2 and copies[0].ring is copies[1].ring and all(len(each.loads) > 2 for each in copies)
+        del copies
+        assert hf_fastpath.report(ours).page_locked_bytes
+    finally:
+        hf_fastpath.unpatch(ours)
+    assert not page_lock.locked_bytes()
 
 
 def test_prompts_do_not_pass_the_hooks(offload, device, monkeypatch):
@@ -446,11 +477,11 @@ def test_all_weights_in_the_hosts_memory_are_read_where_they_lie(locks):
     weights = to_host(ours, blocks_of(ours))
     locks_before = dict(locks.held)
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(offloaded.OffloadedPart, "is_elsewhere", lambda part, tensor: tensor.device != part.home)
+        patches.setattr(offloaded.Waiting, "is_elsewhere", lambda waiting, tensor: tensor.device != waiting._home)
         hf_fastpath.patch(ours, quiet=True)
         with counting(ours) as counts:
             found = ours.generate(prompt(CPU), **SHORT)
-        held = [each for call in programs_of(ours)[0].calls for each in fetch._tensors_in(call.arguments)]
+        held = [each for call in programs_of(ours)[0].calls for each in fetch.tensors_in(call.arguments)]
         assert hf_fastpath.verify(ours, prompt(CPU, 1, 40), max_new_tokens=4).ok
     assert_same_tokens(found, stock.generate(prompt(CPU), **SHORT), stock)
     assert counts.fast == 12 and not counts.reasons and locks.held == locks_before

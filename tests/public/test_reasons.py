@@ -40,7 +40,7 @@ import hf_fastpath
 from hf_fastpath import FallbackError
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import fetch, page_lock, plan_cache
-from hf_fastpath.decode.offloaded import OffloadedPart
+from hf_fastpath.decode.offloaded import Waiting
 from hf_fastpath.decode.ranks import Ranks
 from hf_fastpath.decode.structure import ModelPart
 from hf_fastpath.native import loader
@@ -302,7 +302,7 @@ def on_disk(monkeypatch, tmp_path):
 
 def in_host_memory(monkeypatch, error: str | None):
     """A layer's weights wait in host memory, which claims to be another device than the CPU."""
-    monkeypatch.setattr(OffloadedPart, "is_elsewhere", lambda part, tensor: True)
+    monkeypatch.setattr(Waiting, "is_elsewhere", lambda waiting, tensor: True)
     monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
     monkeypatch.setattr(page_lock, "lock_pages", lambda *_: error)
     monkeypatch.setattr(page_lock, "unlock_pages", lambda *_: None)

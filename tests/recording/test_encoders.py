@@ -15,7 +15,8 @@ import hf_fastpath
 from hf_fastpath.decode.encoded import Seen
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.part import Recorded, RecordedPart
+from hf_fastpath.recording.family import Recorded
+from hf_fastpath.recording.part import RecordedPart
 from hf_fastpath.recording.recording import Unrecordable
 
 

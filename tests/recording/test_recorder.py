@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_fastpath
 from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.part import Recorded
+from hf_fastpath.recording.family import Recorded
 from hf_fastpath.recording.passes import passed
 from hf_fastpath.recording.probing import seeded
 from hf_fastpath.recording.recording import Unrecordable

@@ -1,0 +1,33 @@
+"""A recorded model for which a local model stands, whose tensors are those that calls read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..decode.local_models import owner_of
+from .part import RecordedPart
+
+if TYPE_CHECKING:
+    from .family import Recorded
+
+
+class LocalRecordedPart(RecordedPart):
+    """A local model, which is recorded.
+
+    Attributes:
+        module: the local model.
+        whole: the model that was given to ``patch()``.
+    """
+
+    def __init__(self, architecture: Recorded, whole: nn.Module, local: nn.Module):
+        super().__init__(architecture, local)
+        self.whole = whole
+
+    @property
+    def source(self) -> nn.Module:
+        return self.whole
+
+    def owner(self, module: nn.Module) -> nn.Module:
+        return owner_of(self.whole, self.module, module)

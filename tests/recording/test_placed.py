@@ -1,0 +1,103 @@
+"""Recorded models on several devices. On the CPU, layers claim to be elsewhere: calls are split, copies are made."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import causal_lm_types
+import pytest
+import torch
+from models import CPU, SHORT, counting, require_native
+from parity import assert_same_tokens, both
+
+import hf_fastpath
+from hf_fastpath import UnsupportedModelError
+from hf_fastpath.decode.fetch import tensors_in
+from hf_fastpath.decode.stages import Stages
+from hf_fastpath.patching.state import state_of
+from hf_fastpath.recording import family, placed_part
+from hf_fastpath.recording.placed_part import PlacedPart
+
+#: gated attention behind fused norms, states, latents and experts, keys and values that layers share, biases of scores,
+#: a layer that is called twice, positions that are learned
+_USUAL = ("glm4", "qwen3_5_text", "deepseek_v3", "gemma3n_text", "mpt", "zamba2", "gpt_bigcode")
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
+#: types whose layers read or write what lies on several devices
+SPLIT: dict[str, str] = {}
+
+
+def claimed(part: PlacedPart, tensor: torch.Tensor) -> torch.device:
+    """Return a device of its own for the tensors of each layer, behind that of all others."""
+    names = vars(part).setdefault("names", {id(each): name for name, each in _named(part.module)})
+    layer = _LAYER.search(names.get(id(tensor), ""))
+    return CPU if layer is None else torch.device("cpu", 1 + int(layer.group(1)))
+
+
+def _named(model):
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Let every layer of recorded models claim a device of its own."""
+    require_native(CPU)
+    monkeypatch.setattr(family, "is_placed", lambda model: True)
+    monkeypatch.setattr(PlacedPart, "device_of", claimed)
+    monkeypatch.setattr(placed_part, "_COPIED_BYTES", 1024)
+
+
+def padded() -> dict[str, torch.Tensor]:
+    mask = torch.ones(3, 11, dtype=torch.long)
+    mask[0, :4] = mask[2, :7] = 0
+    return dict(input_ids=causal_lm_types.some_ids(3), attention_mask=mask)
+
+
+def over_types(function):
+    types = dict.fromkeys((*_USUAL, *causal_lm_types.types()))
+    marks = {each: () if each in _USUAL else pytest.mark.full for each in types}
+    return pytest.mark.parametrize("model_type", [pytest.param(each, marks=marks[each]) for each in types])(function)
+
+
+def patched(model_type: str):
+    """Return a small model, stock and patched."""
+    try:
+        stock = causal_lm_types.small_model(model_type)
+    except Exception as error:  # a type of a new release may fail in any way
+        pytest.skip(f"{model_type} has no small model: {error}")
+    try:
+        ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    except UnsupportedModelError as error:
+        pytest.skip(f"{model_type} is not patched: {error}")
+    if hf_fastpath.report(ours).architecture != "recorded":
+        pytest.skip(f"{model_type} has an architecture file")
+    return stock, ours
+
+
+def assert_placed(model) -> None:
+    """Assert that every call reads the model's tensors where they claim to be."""
+    plans = list(state_of(model).plans)
+    assert plans
+    for plan in plans:
+        assert isinstance(plan.program, Stages)
+        part = state_of(model).plans.part_of(model)
+        for stage in plan.program._stages:
+            for call in stage.program.calls:
+                for tensor in tensors_in(call.arguments):
+                    if tensor.untyped_storage()._cdata in part._weights:
+                        assert part.read_at(tensor) == stage.device, call
+
+
+@over_types
+def test_a_step_moves_from_device_to_device(apart, model_type):
+    stock, ours = patched(model_type)
+    cases = (dict(input_ids=causal_lm_types.some_ids()), SHORT), (padded(), SHORT)
+    cases += ((dict(input_ids=causal_lm_types.some_ids(2)), SHORT | dict(do_sample=True, top_k=20)),)
+    for inputs, options in cases:
+        with counting(ours) as counts:
+            found, expected = both(stock, ours, **inputs, **options)
+        assert_same_tokens(found, expected, stock, inputs.get("attention_mask"))
+        if "attention_mask" not in inputs or not counts.reasons:
+            assert counts.fast and not counts.reasons, counts.reasons
+    assert_placed(ours)
