@@ -28,14 +28,15 @@ _HOOKED = ("_hf_hook", "_old_forward")
 def local_model(model: nn.Module) -> nn.Module:
     """Return a model whose tensors are those that accelerate's hooks copy from, without these hooks.
 
-    Modules for which nothing is brought are those of ``model`` itself. Tensors on disk stay on "meta".
+    Modules without such a hook are those of ``model`` itself. Tensors on disk stay on "meta".
     """
 
     def local(module: nn.Module, children: dict[str, Any]) -> nn.Module:
-        brought = compat.brought(module)
-        if not brought and not has_local(module, children):
+        is_placed = compat.placement(module) is not None
+        if not is_placed and not has_local(module, children):
             return module
-        forward = vars(module).get("forward" if compat.placement(module) is None else "_old_forward")
+        brought = compat.brought(module)
+        forward = vars(module).get("_old_forward" if is_placed else "forward")
         if is_own_forward(module, forward):
             forward = None
         known = {name: each for name, each in brought.items() if each is not None}

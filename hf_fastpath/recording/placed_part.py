@@ -199,13 +199,15 @@ class PlacedPart(LocalRecordedPart):
     @functools.cached_property
     def host_weights(self) -> list[list[torch.Tensor]]:
         """Of each module in a list of layers, and of all else, the tensors that a step has to bring to a GPU."""
-        readers = set(self.recording(1, 1).readers)
+        calls = self.recording(1, 1).calls
+        read = {each.untyped_storage()._cdata for call in calls for each in tensors_in(call.arguments)}
         groups: dict[str, list[torch.Tensor]] = {}
         for path, module in self.module.named_modules():
-            own = (*module._parameters.values(), *module._buffers.values()) if path in readers else ()
+            own = (*module._parameters.values(), *module._buffers.values())
             waiting = [each for each in own if each is not None and each in self._waiting]
             layer = _IN_LIST.match(f"{path}.")
-            groups.setdefault("" if layer is None else layer.group(), []).extend(waiting)
+            group = groups.setdefault("" if layer is None else layer.group(), [])
+            group += [each for each in waiting if each.untyped_storage()._cdata in read]
         return list(groups.values())
 
     @property

@@ -219,7 +219,7 @@ def blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 #: norms behind the blocks, states, latents and experts, keys and values that layers share, biases of scores, states
 #: beside experts, a tower of images
-_RECORDED = ("glm4", "qwen3_5_text", "deepseek_v3", "gemma3n_text", "mpt", "granitemoehybrid", "mamba", "gemma3")
+_RECORDED = ("glm4", "qwen3_5_text", "deepseek_v3", "gemma3n_text", "mpt", "granitemoehybrid", "jamba", "gemma3")
 
 
 @pytest.mark.parametrize("model_type", _RECORDED)
