@@ -171,11 +171,6 @@ _STATES = {
 }
 
 
-def some_ids(batch: int = 1, length: int = 11) -> torch.Tensor:
-    """Return prompts for any of the small models, int64 [batch, length] on the CPU."""
-    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(batch))
-
-
 def types() -> tuple[str, ...]:
     """Return the causal-LM types of the installed transformers."""
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

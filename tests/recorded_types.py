@@ -14,6 +14,7 @@ import encoder_decoder_types
 import multimodal_types
 import torch
 from causal_lm_types import kind, small_model
+from models import CPU
 from transformers import PreTrainedModel
 
 import hf_fastpath
@@ -81,8 +82,8 @@ class Row:
         return self.is_fast and not self.left
 
 
-def row(model_type: str) -> Row:
-    """Build a small model of a type, patch it, and compare it with stock."""
+def row(model_type: str, device: torch.device = CPU) -> Row:
+    """Build a small model of a type, patch it on a device, and compare it with stock."""
     try:
         stock = small_model(model_type)
     except Exception as error:  # a type of a new release may fail in any way, and the row says how
@@ -90,10 +91,10 @@ def row(model_type: str) -> Row:
     of_kind, _, why = kind(stock).partition(": ")
     if why:
         return Row(model_type, of_kind, "stock", reason=why)
-    return _patched_row(model_type, of_kind, stock, _prompts())
+    return _patched_row(model_type, of_kind, stock, _prompts(), device)
 
 
-def multimodal_row(model_type: str) -> Row:
+def multimodal_row(model_type: str, device: torch.device = CPU) -> Row:
     """Do as :func:`row` for a multimodal type, whose prompts also have images or sound if it is one of ``MEDIA``."""
     try:
         stock = multimodal_types.small_model(model_type)
@@ -109,10 +110,10 @@ def multimodal_row(model_type: str) -> Row:
         name: multimodal_types.prompt(model_type, counts, padding=2 * (len(counts) > 1))
         for name, counts in media.items()
     }
-    return _patched_row(model_type, "" if medium is None else "media", stock, prompts)
+    return _patched_row(model_type, "" if medium is None else "media", stock, prompts, device)
 
 
-def encoder_decoder_row(model_type: str) -> Row:
+def encoder_decoder_row(model_type: str, device: torch.device = CPU) -> Row:
     """Do as :func:`row` for an encoder-decoder type: behind random outputs of its encoder, and behind texts."""
     of_kind = "text" if encoder_decoder_types.reads_text(model_type) else ""
     try:
@@ -132,7 +133,7 @@ def encoder_decoder_row(model_type: str) -> Row:
             encoder_decoder_types.generate(stock, prompt, max_new_tokens=2)
     except Exception as error:
         return Row(model_type, of_kind, "stock", reason=f"no small model generates: {causal_lm_types.said(error)}")
-    return _patched_row(model_type, of_kind, stock, prompts, encoder_decoder_types.generate)
+    return _patched_row(model_type, of_kind, stock, prompts, device, encoder_decoder_types.generate)
 
 
 #: how names of prompts begin that have padding
@@ -145,10 +146,23 @@ def _generated(model: PreTrainedModel, inputs: dict, **options: Any) -> torch.Te
     return model.generate(**inputs, **options)[:, -options["max_new_tokens"] :]
 
 
+def _on(device: torch.device, value: Any) -> Any:
+    """Return a prompt, or a part of one, with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return type(value)({name: _on(device, each) for name, each in value.items()}) if isinstance(value, dict) else value
+
+
 def _patched_row(
-    model_type: str, of_kind: str, stock: PreTrainedModel, prompts: dict[str, dict], generate: _Generate = _generated
+    model_type: str,
+    of_kind: str,
+    stock: PreTrainedModel,
+    prompts: dict[str, dict],
+    device: torch.device,
+    generate: _Generate = _generated,
 ) -> Row:
-    ours = copy.deepcopy(stock)
+    prompts = _on(device, prompts)
+    ours = copy.deepcopy(stock.to(device))
     try:
         hf_fastpath.patch(ours, quiet=True)
     except UnsupportedModelError as error:
@@ -251,7 +265,7 @@ def _left_of(recording: Recording, call: Call, mixed: set[int]) -> Iterator[str]
 
 
 #: table in ``docs/data`` -> its types, and what makes the row of one
-TABLES: dict[str, tuple[tuple[str, ...], Callable[[str], Row]]] = {
+TABLES: dict[str, tuple[tuple[str, ...], Callable[..., Row]]] = {
     "recorded_types.csv": (causal_lm_types.types(), row),
     "multimodal_types.csv": (multimodal_types.types(), multimodal_row),
     "encoder_decoder_types.csv": (encoder_decoder_types.types(), encoder_decoder_row),

@@ -236,7 +236,7 @@ def test_recorded_models_on_two_gpus(model_type, two_gpus):
     assert (report.architecture, report.loop) == ("recorded", "fast"), report
     cases = ((1, SHORT), (2, SHORT), (2, SHORT | dict(num_beams=2)), (1, SHORT | dict(do_sample=True, top_k=20)))
     for batch, options in cases:
-        ids = causal_lm_types.some_ids(batch).to(two_gpus[0])
+        ids = causal_lm_types.prompt(batch, 11, seed=batch).to(two_gpus[0])
         with counting(ours) as counts:
             found, expected = both(stock, ours, input_ids=ids, **options)
         assert_same_tokens(found, expected)

@@ -190,7 +190,7 @@ def test_recorded_models(locks, device, model_type):
         report = hf_fastpath.report(ours)
         assert (report.architecture, report.loop) == ("recorded", "fast")
         for batch in (1, 2, 1):
-            ids = causal_lm_types.some_ids(batch).to(device)
+            ids = causal_lm_types.prompt(batch, 11, seed=batch).to(device)
             with counting(ours) as counts:
                 found, expected = both(stock, ours, input_ids=ids, **SHORT)
             assert_same_tokens(found, expected, stock)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from models import CPU, require_native
+from models import require_native
 from recorded_types import TABLES
 
 #: types whose tokens are not stock's, or not by our loop, and why
@@ -19,9 +19,9 @@ KNOWN: dict[str, str] = {}
         for each in types
     ],
 )
-def test_tokens_are_stocks_or_a_reason_is_given(table, model_type):
-    require_native(CPU)
-    found = TABLES[table][1](model_type)
+def test_tokens_are_stocks_or_a_reason_is_given(table, model_type, device):
+    require_native(device)
+    found = TABLES[table][1](model_type, device)
     if found.how == "stock":
         assert found.reason and not found.tokens
     else:

@@ -51,7 +51,7 @@ def apart(monkeypatch):
 def padded() -> dict[str, torch.Tensor]:
     mask = torch.ones(3, 11, dtype=torch.long)
     mask[0, :4] = mask[2, :7] = 0
-    return dict(input_ids=causal_lm_types.some_ids(3), attention_mask=mask)
+    return dict(input_ids=causal_lm_types.prompt(3, 11, seed=3), attention_mask=mask)
 
 
 def over_types(function):
@@ -92,8 +92,8 @@ def assert_placed(model) -> None:
 @over_types
 def test_a_step_moves_from_device_to_device(apart, model_type):
     stock, ours = patched(model_type)
-    cases = (dict(input_ids=causal_lm_types.some_ids()), SHORT), (padded(), SHORT)
-    cases += ((dict(input_ids=causal_lm_types.some_ids(2)), SHORT | dict(do_sample=True, top_k=20)),)
+    cases = (dict(input_ids=causal_lm_types.prompt(1, 11, seed=1)), SHORT), (padded(), SHORT)
+    cases += ((dict(input_ids=causal_lm_types.prompt(2, 11, seed=2)), SHORT | dict(do_sample=True, top_k=20)),)
     for inputs, options in cases:
         with counting(ours) as counts:
             found, expected = both(stock, ours, **inputs, **options)
