@@ -95,10 +95,9 @@ class Skeleton:
 
 
 def _home(model: nn.Module) -> torch.device:
-    """Return the device of a model's embeddings, or of its first parameter if it has none."""
-    weight = getattr(compat.text_embedding(model), "weight", None)
-    first = next(model.parameters(), None) if weight is None else weight
-    return torch.device("cpu") if first is None else first.device
+    """Return the device of a model's parameters; of several, that of the embeddings."""
+    found = {each.device for each in model.parameters()}
+    return compat.text_embedding(model).weight.device if len(found) > 1 else next(iter(found), torch.device("cpu"))
 
 
 def _stock_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -194,7 +194,8 @@ def test_recorded_models(locks, device, model_type):
             with counting(ours) as counts:
                 found, expected = both(stock, ours, input_ids=ids, **SHORT)
             assert_same_tokens(found, expected, stock)
-            assert counts.fast == 12 * batch and set(counts.reasons) == {"over_the_bus"}, counts.reasons
+            stats = hf_fastpath.report(ours).stats
+            assert counts.fast == 12 * batch and set(counts.reasons) == {"over_the_bus"}, stats
         for program in programs_of(ours):
             assert len(program._copies.loads) > 2
             for call in program.calls:

@@ -50,11 +50,12 @@ _NEW_EACH_TIME = ("empty", "new_empty", "rand", "zeros", "full", "ones")
 def constants(recording: Recording, model: nn.Module) -> None:
     """Pass: compute what is made of numbers alone once; the model's tensors may change, so what reads one stays."""
     values: dict[int, Any] = {}
+    own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
     for call in list(recording.calls):
         if not isinstance(call.op, torch._ops.OpOverload) or call.out.index in recording.mutated:
             continue
         read = read_by(call)
-        if any(each.index not in values for each in read) or _holds_tensors(call) or follows_length(recording, call):
+        if any(each.index not in values for each in read) or _holds(own, call) or follows_length(recording, call):
             continue
         if not read and any(word in str(call.op) for word in _NEW_EACH_TIME):
             continue
@@ -68,8 +69,10 @@ def constants(recording: Recording, model: nn.Module) -> None:
     recording.calls = [call for call in recording.calls if call.out.index not in values]
 
 
-def _holds_tensors(call: Call) -> bool:
-    return any(isinstance(each, torch.Tensor) for each in call.arguments.values())
+def _holds(own: set[int], call: Call) -> bool:
+    """Whether a call holds a tensor of the model's, or what stands for a quantized one."""
+    tensors = (each for each in call.arguments.values() if isinstance(each, torch.Tensor))
+    return any(each.is_meta or each.untyped_storage()._cdata in own for each in tensors)
 
 
 def no_change(recording: Recording, model: nn.Module) -> None:
