@@ -35,12 +35,13 @@ BUS_BYTES = 1 << 30
 def places(model: Any, gpus: int, offload: int) -> dict[str, int | str]:
     """Return a device map that spreads layers evenly, except for the last ``offload``, which stay on the CPU.
 
-    Head and final norm are on the last GPU.
+    Head and final norm are on the last GPU; a head that is tied to the embeddings is beside them.
     """
     layers = len(model.model.layers) - offload
     found: dict[str, int | str] = {f"model.layers.{number}": number * gpus // layers for number in range(layers)}
     found |= {f"model.layers.{layers + number}": "cpu" for number in range(offload)}
-    return found | {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": gpus - 1, "lm_head": gpus - 1}
+    head = 0 if model.config.tie_word_embeddings else gpus - 1
+    return found | {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": gpus - 1, "lm_head": head}
 
 
 def our_speed(model: Any, ids: torch.Tensor) -> float:

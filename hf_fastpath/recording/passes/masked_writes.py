@@ -1,7 +1,6 @@
 """Pass: writes at places that a mask tells, as PyTorch's choice between two tensors.
 
 PyTorch finds such places on the host, which a graph cannot hold: T5Gemma 2 puts a vector in the place of one token's.
-It writes a number that is in the host's memory without finding places.
 """
 
 from __future__ import annotations
@@ -27,8 +26,12 @@ def masked_writes(recording: Recording, model: nn.Module) -> None:
             continue
         of_mask, x, value = map(recording.fact, (mask, given, values))
         inside = x.dim() - of_mask.dim()
-        if value.dim() > inside or value.dtype != x.dtype or value.device != x.device:
+        if value.dim() > inside or value.dtype != x.dtype:
             continue
+        if value.device != x.device:  # a number of the host's
+            if isinstance(values, Register):
+                continue
+            values = values.to(x.device)
         sizes = [*of_mask.shape, *[1] * inside]
         wide = recording.call(_aten.view.default, of_mask.reshape(sizes), self=mask, size=sizes)
         chosen = Call(_aten.where.self, dict(condition=wide.out, self=values, other=given), call.out)

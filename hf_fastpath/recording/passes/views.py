@@ -67,6 +67,17 @@ def constants(recording: Recording, model: nn.Module) -> None:
             values[call.out.index] = op(*ordered)
     recording.rewrite({}, values)
     recording.calls = [call for call in recording.calls if call.out.index not in values]
+    for call in recording.calls:
+        if (device := getattr(recording.fact(call.out), "device", None)) is not None:
+            call.arguments = {name: _beside(each, device, own) for name, each in call.arguments.items()}
+
+
+def _beside(value: Any, device: torch.device, own: set[int]) -> Any:
+    """Return an argument with numbers of the host's on a device: a CUDA graph copies nothing from pageable memory."""
+    if isinstance(value, (list, tuple)) and any(isinstance(each, torch.Tensor) for each in value):
+        return [_beside(each, device, own) for each in value]
+    is_number = isinstance(value, torch.Tensor) and value.device.type == "cpu" != device.type
+    return value.to(device) if is_number and value.untyped_storage()._cdata not in own else value
 
 
 def _holds(own: set[int], call: Call) -> bool:
