@@ -179,8 +179,9 @@ class Fetching(Program):
         return out
 
     def renew(self) -> None:
-        for tensor, copy in self._kept.values():
-            copy.copy_(tensor)
+        for pair in self._kept.values():
+            for source, target in by_pages(*pair):
+                target.copy_(source)
 
     def run(self) -> None:
         super().run()
@@ -254,6 +255,16 @@ class Fetching(Program):
         inside = torch.from_numpy(source[first:end].numpy())
         parts = zip(place.tensor_split((first, end)), (source[:first], inside, source[end:]))
         return [(target, each if each is inside else self._copy_of(each)) for target, each in parts if each.numel()]
+
+
+def by_pages(tensor: torch.Tensor, copy: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a tensor and its copy in parts, if the tensor is a part of another: one that lies on pages of which some
+    are locked and some are not cannot be copied at once."""
+    if tensor.nbytes == tensor.untyped_storage().nbytes() or not tensor.is_contiguous():
+        return [(tensor, copy)]
+    borders = [each - tensor.data_ptr() for each in page_lock.whole_pages(tensor)]
+    pair = (each.detach().reshape(-1).view(torch.uint8).tensor_split(borders) for each in (tensor, copy))
+    return [parts for parts in zip(*pair) if parts[0].numel()]
 
 
 def host_bytes(part: ModelPart) -> int:

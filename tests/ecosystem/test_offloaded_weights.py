@@ -517,6 +517,28 @@ def test_pages_that_hold_something_else_are_not_locked(locks, device):
     assert not locks.held
 
 
+def test_a_part_is_copied_from_locked_pages_or_others(locks, device):
+    """Rows of a weight begin on pages that are locked, and end with the weight on one that is not."""
+    page = mmap.PAGESIZE
+    whole = at(torch.zeros(12 * page, dtype=torch.uint8).random_(), 100, 4 * page + 100)
+    held = page_lock.lock([whole], device)
+    first = whole.data_ptr() - 100 + page
+    assert sum(each.num_bytes for each in held) == 3 * page
+    for begin, end in ((3 * page + 50, 4 * page), (page, 4 * page), (200, 300), (2 * page, 2 * page + 8)):
+        part = whole[begin:end]
+        copy = torch.zeros_like(part, device=device)
+        for source, target in fetch.by_pages(part, copy):
+            inside = [
+                first <= each < first + 3 * page for each in (source.data_ptr(), source.data_ptr() + len(source) - 1)
+            ]
+            assert inside[0] == inside[1]
+            target.copy_(source)
+        assert torch.equal(copy.cpu(), part)
+    turned = whole[:64].view(8, 8).t()
+    assert fetch.by_pages(turned, turned) == [(turned, turned)]
+    assert fetch.by_pages(*[torch.ones(3)] * 2)[0][0].dtype == torch.float32
+
+
 @pytest.mark.parametrize("device", (CPU,))
 def test_nothing_stays_locked_behind_an_error(locks, device, monkeypatch):
     buffer = torch.zeros(12 * mmap.PAGESIZE, dtype=torch.uint8)

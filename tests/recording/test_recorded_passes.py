@@ -292,6 +292,32 @@ def test_constants_are_made_once():
     assert names(recording) == ["mul", "linear", "add"]
 
 
+def test_constants_are_beside_what_reads_them():
+    """A graph cannot copy them from the host's memory to the GPU, for which "meta" stands here."""
+
+    def step(m, x, positions, cache):
+        return torch.index_put(x * m.scale, [torch.tensor([0])] * 2, torch.tensor(0.5)).sin()
+
+    recording, model = recorded(step, scale=parameter(WIDTH))
+    assert_same(recording, model, [views.constants])
+    product, written = calls_of(recording, _aten.mul.Tensor) + calls_of(recording, _aten.index_put.default)
+    for call in (product, written):
+        recording.facts[call.out.index] = recording.fact(call.out).to("meta")
+    views.constants(recording, model)
+    assert written.arguments["indices"][-1].is_meta and written.arguments["values"].is_meta
+    assert product.arguments["other"] is model.body.scale, "the model's own tensors stay where they are"
+
+
+def test_numbers_in_tensors_are_computed_once():
+    def step(m, x, positions, cache):
+        return x * (torch.tensor(3.0) + 1).sqrt() + m.bias.sum()
+
+    recording, model = recorded(step, bias=parameter(WIDTH))
+    before = len(recording.calls)
+    assert_same(recording, model, [views.constants])
+    assert len(recording.calls) == before - 2 and "sum" in names(recording)
+
+
 def test_constants_are_as_exact_as_the_models_own():
     recording, model = recorded(lambda m, x, *_: x * torch.arange(1, 1 + WIDTH).float().rsqrt())
     views.constants(recording, model)
@@ -1144,19 +1170,19 @@ def test_values_of_their_own_for_each_place_stay():
     assert names(recording) == before
 
 
-def test_a_number_in_the_hosts_memory_stays():
-    """On a GPU a choice would copy it there, which a graph cannot hold."""
+def test_a_number_in_the_hosts_memory_is_copied_once():
+    """A graph cannot copy it to the GPU, for which "meta" stands here."""
 
     def step(m, x, positions, cache):
         return torch.index_put(x.sin(), [positions == positions], torch.tensor(0.5))
 
     recording, model = recorded(step)
-    before = names(recording)
     (call,) = calls_of(recording, _aten.index_put.default)
     for on_a_gpu in (call.arguments["self"], *call.arguments["indices"]):
         recording.facts[on_a_gpu.index] = recording.fact(on_a_gpu).to("meta")
     masked_writes.masked_writes(recording, model)
-    assert names(recording) == before
+    (chosen,) = calls_of(recording, _aten.where.self)
+    assert chosen.arguments["self"].is_meta and "index_put" not in names(recording)
 
 
 # ---- what stands beside norms ---------------------------------------------------------------------------------------
