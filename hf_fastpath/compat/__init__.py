@@ -148,7 +148,7 @@ from .parallel import (
     whole_experts,
     with_local_tensor,
 )
-from .placement import brought, execution_device, input_device, placement
+from .placement import brought, execution_device, input_device, place_like, placement
 from .seams import (
     CONVERT,
     EXPAND,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from itertools import chain
 from typing import Any
 
@@ -73,6 +74,14 @@ def _source(hook: Any, name: str, own: torch.Tensor) -> torch.Tensor | None:
         return None
     tied = (hook.tied_params_map or {}).get(found.data_ptr(), {})
     return tied.get(hook.execution_device, found)
+
+
+def place_like(original: nn.Module, made: nn.Module) -> None:
+    """Let a layer take its inputs from other devices if accelerate lets ``original``, which it replaces."""
+    if (hook := _hook(original)) is not None:
+        same = dict(execution_device=hook.execution_device, io_same_device=hook.io_same_device)
+        hooks = sys.modules[type(hook).__module__]
+        hooks.add_hook_to_module(made, type(hook)(**same, skip_keys=hook.skip_keys))
 
 
 def execution_device(module: nn.Module) -> torch.device | None:

@@ -181,8 +181,7 @@ class DecodePlan:
         for index, (layer, device) in enumerate(zip(part.layers, part.layer_devices)):
             self.program.move_to(device)
             hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at[device], index)
-        self.program.move_to(part.head_device)
-        logits = steps.scaled_logits(emit, part, steps.head(emit, part, hidden, programmatic_launch))
+        logits = steps.placed_logits(self.program, part, hidden, programmatic_launch)
         return logits, self._made_for(programmatic_launch)
 
     def _made_for(self, programmatic_launch: bool, of_sequence: int = 1) -> Step:

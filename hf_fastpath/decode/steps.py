@@ -25,6 +25,7 @@ from .modules import is_packed, is_transposed, weight_and_bias
 from .named_calls import Emit, HeadNorms, Norm, run
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
 from .positions import Positions
+from .program import Program
 from .rank_calls import gathered, own_embeddings, own_inputs, own_rows, shard_of, style_of, summed
 from .structure import ModelPart
 
@@ -334,9 +335,21 @@ def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables
     return hidden, rows
 
 
-def head(emit: Emit, part: ModelPart, hidden: Any, programmatic_launch: bool = False) -> Any:
-    """Emit the final norm and the head."""
-    return projection(emit, part.head, hidden, norm=part.final_norm, programmatic_launch=programmatic_launch)
+def head(emit: Emit, part: ModelPart, hidden: Any, is_normed: bool = False, programmatic_launch: bool = False) -> Any:
+    """Emit the final norm, unless ``hidden`` has passed it, and the head."""
+    norm = None if is_normed else part.final_norm
+    return projection(emit, part.head, hidden, norm=norm, programmatic_launch=programmatic_launch)
+
+
+def placed_logits(program: Program, part: ModelPart, hidden: Any, programmatic_launch: bool) -> Any:
+    """Emit the final norm, the head and what the model computes from the head's output, each where its weights are."""
+    program.move_to(part.norm_device)
+    is_apart = part.norm_device != part.head_device
+    if is_apart:
+        hidden = norm(program.emit, part.final_norm, hidden, programmatic_launch=programmatic_launch)
+        program.move_to(part.head_device)
+    logits = head(program.emit, part, hidden, is_apart, programmatic_launch)
+    return scaled_logits(program.emit, part, logits)
 
 
 def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:

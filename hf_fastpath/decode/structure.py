@@ -214,13 +214,20 @@ class ModelPart(Part):
 
     @property
     def head_device(self) -> torch.device:
-        """The device of the final norm and the head."""
+        """The device of the head."""
         return device_of(self.head)
+
+    @property
+    def norm_device(self) -> torch.device:
+        """The device of the final norm; that of the head if the norm has no weight."""
+        found = (self.device_of(each) for each in self.final_norm.parameters() if each is not None)
+        return next(found, self.head_device)
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """All devices in the order in which a step comes to them."""
-        return tuple(dict.fromkeys((self.embedding.weight.device, *self.layer_devices, self.head_device)))
+        behind = self.norm_device, self.head_device
+        return tuple(dict.fromkeys((self.embedding.weight.device, *self.layer_devices, *behind)))
 
     @property
     def embedding_multiplier(self) -> float:
@@ -335,8 +342,8 @@ class ModelPart(Part):
 
     def _is_in_stages(self, devices: Iterable[torch.device]) -> bool:
         """Whether the model lies on several GPUs so that each part of it is on one."""
-        outer = [*weight_and_bias(self.head), *self.final_norm.parameters()]
-        groups = [outer, [each.weight for each in self._embeddings()], *(layer.parameters() for layer in self.layers)]
+        outer = weight_and_bias(self.head), self.final_norm.parameters(), [each.weight for each in self._embeddings()]
+        groups = [*outer, *(layer.parameters() for layer in self.layers)]
         places = [{self.device_of(p) for p in group if p is not None} for group in groups]
         return all(device.type == "cuda" for device in devices) and all(len(place) <= 1 for place in places)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import Conv1D, ShardStyle, is_sharded, local_tensor, move, spread_like
+from ..compat import Conv1D, ShardStyle, is_sharded, local_tensor, move, place_like, spread_like
 from ..decode.layer_part import LayerPart
 from ..decode.parts import MoEPart
 from ..decode.rank_calls import style_of
@@ -206,6 +206,7 @@ def _replace(
         packed = PackedLinear(weight, linear.bias).train(linear.training)
         if is_sharded(linear.weight):
             spread_like(linear, packed)
+        place_like(linear, packed)
         done = Replaced(linear, packed, places[id(linear)])
         for parent, name in done.places:
             parent._modules[name] = packed

@@ -166,6 +166,52 @@ def test_hooks_that_only_place_tensors_are_fast(hooks_come, architecture, fused_
     assert_same_tokens(ours.generate(prompt(device), **SHORT), stock.generate(prompt(device), **SHORT), stock)
 
 
+def test_a_tied_head_on_another_gpu_than_the_norm(two_gpus):
+    """The map that device_map="auto" makes of a tied model: its embeddings and head on the first GPU."""
+    kinds = dict(tie_word_embeddings=True)
+    stock, ours = build("llama", **kinds), build("llama", **kinds)
+    for model in (stock, ours):
+        where = {each: two_gpus[each.endswith((".layers.1", ".norm"))] for each in blocks(model)}
+        dispatch_model(model, where, main_device=two_gpus[0], skip_keys=CACHE)
+    hf_fastpath.patch(ours, quiet=True)
+    for options in (SHORT, SHORT | dict(num_beams=2)):
+        with counting(ours) as counts:
+            found, expected = both(stock, ours, input_ids=prompt(two_gpus[0], 2), **options)
+        assert_same_tokens(found, expected)
+        assert counts.fast == 24 and not counts.reasons, counts.reasons
+
+
+def blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names that a device map has: layers one by one, and what is beside them."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList):
+            yield from (f"{path}.{place}" for place in range(len(child)))
+        elif any(isinstance(each, nn.ModuleList) for each in child.modules()) and not list(child.parameters(False)):
+            yield from blocks(child, f"{path}.")
+        else:
+            yield path
+
+
+@pytest.mark.parametrize("model_type", ("llama", "glm4"))
+def test_quantized_layers_keep_their_places(model_type, device):
+    """A layer that replaces another takes what accelerate would bring to that one."""
+    require_native(device)
+    stock = causal_lm_types.small_model(model_type).to(device)
+    hooked, wanted = copy.deepcopy(stock), copy.deepcopy(stock)
+    dispatch_model(hooked, dict.fromkeys(blocks(hooked), device), skip_keys=CACHE, force_hooks=True)
+    before = instances(hooked)
+    for model in (hooked, wanted):
+        hf_fastpath.patch(model, weights="int8", lm_head="int8", quiet=True)
+    assert hooked.lm_head._hf_hook.execution_device == device
+    ids = causal_lm_types.prompt(2, 11, seed=2).to(device)
+    with counting(hooked) as counts:
+        found = hooked.generate(ids, **SHORT)
+    assert torch.equal(found, wanted.generate(ids, **SHORT))
+    assert counts.fast == 24 and not counts.reasons, counts.reasons
+    assert_same_instances(instances(hf_fastpath.unpatch(hooked)), before)
+
+
 @pytest.fixture
 def two_gpus() -> tuple[torch.device, torch.device]:
     if torch.cuda.device_count() < 2:
@@ -205,21 +251,8 @@ def test_layers_on_two_gpus(architecture, when, two_gpus):
     assert_same_tokens(found, stock.generate(again, **SHORT))
 
 
-def blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names that a device map has: layers one by one, and what is beside them."""
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList):
-            yield from (f"{path}.{place}" for place in range(len(child)))
-        elif any(isinstance(each, nn.ModuleList) for each in child.modules()) and not list(child.parameters(False)):
-            yield from blocks(child, f"{path}.")
-        else:
-            yield path
-
-
-#: norms behind the blocks, states, latents and experts, keys and values that layers share, biases of scores, states
-#: beside experts, a tower of images
-_RECORDED = ("glm4", "qwen3_5_text", "deepseek_v3", "gemma3n_text", "mpt", "granitemoehybrid", "jamba", "gemma3")
+#: norms behind the blocks, states, latents and experts, biases of scores, states beside experts, a tower of images
+_RECORDED = ("glm4", "qwen3_5_text", "deepseek_v3", "mpt", "granitemoehybrid", "jamba", "gemma3")
 
 
 @pytest.mark.parametrize("model_type", _RECORDED)
@@ -243,6 +276,22 @@ def test_recorded_models_on_two_gpus(model_type, two_gpus):
         assert counts.fast == 12 * batch and not counts.reasons, counts.reasons
     for plan in state_of(ours).plans:
         assert {stage.device for stage in plan.program._stages} == set(two_gpus)
+
+
+@pytest.mark.parametrize("model_type", ("llama", "glm4"))
+def test_quantized_weights_on_two_gpus(model_type, two_gpus):
+    """The head is on the first GPU, and the norm in front of it on the second."""
+    wanted = causal_lm_types.small_model(model_type).to(two_gpus[0])
+    ours = copy.deepcopy(wanted)
+    where = {each: two_gpus[each.endswith((".layers.1", ".norm"))] for each in blocks(ours)}
+    dispatch_model(ours, where, main_device=two_gpus[0], skip_keys=CACHE)
+    for model in (ours, wanted):
+        hf_fastpath.patch(model, weights="int8", lm_head="int8", quiet=True)
+    ids = causal_lm_types.prompt(2, 11, seed=2).to(two_gpus[0])
+    with counting(ours) as counts:
+        found, expected = both(wanted, ours, input_ids=ids, **SHORT)
+    assert_same_tokens(found, expected)
+    assert counts.fast == 24 and not counts.reasons, counts.reasons
 
 
 def test_model_on_the_second_gpu(two_gpus):

@@ -9,6 +9,7 @@ from parity import assert_same_tokens, both
 
 from hf_fastpath.decode.layer_part import LayerPart
 from hf_fastpath.decode.stages import Stages
+from hf_fastpath.decode.structure import ModelPart
 from hf_fastpath.patching.state import state_of
 
 
@@ -55,6 +56,22 @@ def test_a_plan_is_used_again_with_other_padding(apart):
         found, expected = both(stock, ours, **inputs, **SHORT)
         assert_same_tokens(found, expected, stock, inputs["attention_mask"])
     assert len(plans_of(ours)) == 1
+
+
+@over_architectures
+def test_a_tied_head_is_beside_the_embeddings(apart, monkeypatch, architecture):
+    """device_map="auto" puts the final norm beside the last layer, and a tied head beside the embeddings."""
+    last = torch.device("cpu", 2)
+    monkeypatch.setattr(ModelPart, "norm_device", last)
+    stock, ours = fresh(architecture, CPU)
+    for batch in (1, 3):
+        with counting(ours) as counts:
+            found, expected = both(stock, ours, input_ids=prompt(CPU, batch), **SHORT)
+        assert_same_tokens(found, expected, stock)
+        assert counts.fast and not counts.reasons, counts.reasons
+    for plan in plans_of(ours):
+        assert [stage.device for stage in plan.program._stages] == [CPU, torch.device("cpu", 1), last, CPU]
+        assert "norm" in plan.program._stages[2].program.op_names()[-1]
 
 
 def test_one_device_is_one_program():
