@@ -3,8 +3,8 @@ cache, and which of them each sequence sees."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,14 +83,9 @@ def seen(
     return Seen.by_mask(mask) if tuple(mask.shape) == (batch, length) else None
 
 
+@dataclass(frozen=True)
 class EncodedPlaces:
-    """Where the calls of a plan find what an encoder has read.
-
-    Args:
-        program: of the plan.
-        num_layers: of the decoder.
-        batch: number of sequences.
-        device: of the plan.
+    """Where calls on a device find what an encoder has read.
 
     Attributes:
         starts, ends: as of :class:`Seen`, at addresses that stay.
@@ -98,27 +93,45 @@ class EncodedPlaces:
             that a captured graph serves any encoder's output.
     """
 
-    def __init__(self, program: Program, num_layers: int, batch: int, device: torch.device):
+    starts: Any
+    ends: Any
+    caches: list[KVCache]
+
+
+class EncodedMemory:
+    """Memory of a plan for what an encoder has read.
+
+    Args:
+        program: of the plan.
+        num_layers: of the decoder.
+        batch: number of sequences.
+        devices: of the plan, the first of which makes the first calls.
+    """
+
+    def __init__(self, program: Program, num_layers: int, batch: int, devices: Sequence[torch.device]):
         self._program = program
-        self.starts, self.ends = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
-        shape = num_layers, KV_TABLE_COLUMNS
-        self._table = torch.zeros(shape, dtype=torch.long, device=device) if device.type == "cuda" else None
-        self.caches = [
-            KVCache(program.register(), program.register(), table=self._table, layer=layer)
-            for layer in range(num_layers)
-        ]
+        self._seen = [torch.zeros(batch, dtype=torch.int32, device=devices[0]) for _ in range(2)]
+        self._given = [program.shared(each, is_constant=True) for each in self._seen]
+        self._caches = [KVCache(program.register(), program.register()) for _ in range(num_layers)]
+        shape, gpus = (num_layers, KV_TABLE_COLUMNS), [device for device in devices if device.type == "cuda"]
+        self._tables = {device: torch.zeros(shape, dtype=torch.long, device=device) for device in gpus}
+
+    def on(self, device: torch.device) -> EncodedPlaces:
+        """Return where calls on a device find it."""
+        table, caches = self._tables.get(device), enumerate(self._caches)
+        return EncodedPlaces(*self._given, [replace(each, table=table, layer=layer) for layer, each in caches])
 
     def bind(self, encoded: Encoded) -> None:
         """Let the calls attend to ``encoded``, which is kept alive until :meth:`release`."""
-        self.starts.copy_(encoded.seen.starts)
-        self.ends.copy_(encoded.seen.ends)
-        for registers, layer in zip(self.caches, encoded.layers, strict=True):
+        for memory, seen in zip(self._seen, (encoded.seen.starts, encoded.seen.ends)):
+            memory.copy_(seen)
+        for registers, layer in zip(self._caches, encoded.layers, strict=True):
             self._program.put(registers, layer)
-        if self._table is not None:
-            rows = [[each.k.data_ptr(), each.v.data_ptr(), each.k.shape[2]] for each in encoded.layers]
-            self._table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
+        rows = [[each.k.data_ptr(), each.v.data_ptr(), each.k.shape[2]] for each in encoded.layers]
+        for table in self._tables.values():
+            table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
 
     def release(self) -> None:
         """Let go of keys and values."""
-        for registers in self.caches:
+        for registers in self._caches:
             self._program.put(registers, None)

@@ -19,7 +19,7 @@ from ..ops.kv_cache import KVCache, is_quantized
 from . import steps
 from .angles import AngleTables
 from .composed import READING_BUFFERS
-from .encoded import Encoded, EncodedPlaces
+from .encoded import Encoded, EncodedMemory
 from .fetch import program_of
 from .graph import capture, random_numbers_in_turn
 from .named_calls import Register, Step
@@ -107,7 +107,7 @@ class DecodePlan:
             self._biases = [(each, each.memory(self.device)) for each in part.biases(batch)]
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             layers = len(part.layers) if part.has_encoder else 0
-            self._encoded = EncodedPlaces(self.program, layers, batch, self.device) if layers else None
+            self._encoded = EncodedMemory(self.program, layers, batch, part.devices) if layers else None
             self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
             learned = part.learned_positions
             #: positions that the model has learned, or None: it turns queries and keys by any
@@ -173,7 +173,8 @@ class DecodePlan:
         at = {}
         for device, own in self.memory.items():
             fixed = own.kv_tables, own.workspace, programmatic_launch, own.staging, self.kv_dtype
-            at[device] = Positions(angles, lens, starts, *fixed, self._encoded)
+            encoded = None if self._encoded is None else self._encoded.on(device)
+            at[device] = Positions(angles, lens, starts, *fixed, encoded)
         if part.is_recorded:
             biases = [memory for _, memory in self._biases]
             logits = part.record(self.program, self.inputs, self.positions, self._caches, self.states, biases, at)

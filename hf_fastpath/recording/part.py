@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .. import compat
-from ..decode.encoded import EncodedPlaces
+from ..decode.encoded import EncodedMemory
 from ..decode.modules import is_packed, model_code_reason, own_code_reason
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
@@ -128,14 +129,7 @@ class RecordedPart:
         biases: list[torch.Tensor],
         at: Mapping[torch.device, Positions],
     ) -> Any:
-        """Emit the step.
-
-        Args:
-            at: of each device.
-
-        Returns:
-            What stands for the logits [batch, query_len, vocab_size].
-        """
+        """Emit the step, ``at`` being of each device; return what stands for the logits [batch, query_len, vocab]."""
         recording, encoded = self.recording(*positions.shape), at[self.devices[0]].encoded
         shared = {each.register.index: program.shared(table, True) for each, table in zip(recording.biases, biases)}
         given = shared | {recording.tokens.index: program.shared(tokens)}
@@ -394,7 +388,8 @@ def _dry_run(part: RecordedPart) -> None:
     caches = [KVCache(program.register(), program.register()) for _ in part.kinds]
     at = {device: Positions({}, program.register(), program.register()) for device in part.devices}
     if part.has_encoder:
-        at[part.devices[0]].encoded = EncodedPlaces(program, len(part.kinds), 1, torch.device("cpu"))
+        encoded = EncodedMemory(program, len(part.kinds), 1, [torch.device("cpu")])
+        at = {device: replace(each, encoded=encoded.on(device)) for device, each in at.items()}
     shape = torch.zeros(1, 1, dtype=torch.long)
     biases = [each.memory(shape.device) for each in part.biases(1)]
     tokens = torch.zeros(1, 1, *part.token_shape, dtype=torch.long)

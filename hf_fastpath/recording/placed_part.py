@@ -22,7 +22,7 @@ from ..decode.offloaded import Waiting, in_whole, local_model
 from ..decode.positions import Positions
 from ..decode.program import Program
 from ..ops.kv_cache import KVCache
-from ..reasons import Cause
+from . import marks
 from .local_part import LocalRecordedPart
 from .lowering import Lowering
 from .recording import Recording, Unrecordable, is_mutable
@@ -59,7 +59,7 @@ class Placement:
 
     Attributes:
         calls: device of each call, in the list's order.
-        layers: devices of the cache's layers that a call reads.
+        layers: device of each layer of the cache that a call reads, and of what an encoder has read ("encoded", layer).
 
     Raises:
         Misplaced: a call reads large parameters, or writes, on several devices.
@@ -76,7 +76,7 @@ class Placement:
         self._made: dict[int, torch.device] = {}  # register -> where its value is made
         self._last_writes = self._find_last_writes()
         self.calls: list[torch.device] = []
-        self.layers: dict[int, torch.device] = {}
+        self.layers: dict[Any, torch.device] = {}
         here = home
         for call in recording.calls:
             here = self._device(call, here)
@@ -102,9 +102,12 @@ class Placement:
     def _device(self, call: Call, here: torch.device) -> torch.device:
         found = filter(None, map(self._weight, tensors_in(call.arguments)))
         weights = sorted(found, key=operator.itemgetter(0), reverse=True)
-        layers = {self._owners[each.index] for each in read_by(call) if each.index in self._owners}
-        if isinstance(layer := call.arguments.get("layer"), int):
+        layers: set[Any] = {self._owners[each.index] for each in read_by(call) if each.index in self._owners}
+        of_encoder = "layer" if call.op is marks.attend_encoded else "encoded"
+        if of_encoder != "layer" and isinstance(layer := call.arguments.get("layer"), int):
             layers.add(layer)
+        if isinstance(layer := call.arguments.get(of_encoder), int):
+            layers.add(("encoded", layer))
         made = [each for each in read_by(call) if each.index in self._made]
         fixed = {self.layers[each] for each in layers if each in self.layers}
         fixed |= {self._made[each.index] for each in made if not self._is_final(each)}
@@ -197,17 +200,21 @@ class PlacedPart(LocalRecordedPart):
     # ---- weights in host memory ---------------------------------------------------------------------------------
 
     @functools.cached_property
+    def _read(self) -> set[int]:
+        """Storages of what the calls of a step hold."""
+        calls = self.recording(1, 1).calls
+        return {each.untyped_storage()._cdata for call in calls for each in tensors_in(call.arguments)}
+
+    @functools.cached_property
     def host_weights(self) -> list[list[torch.Tensor]]:
         """Of each module in a list of layers, and of all else, the tensors that a step has to bring to a GPU."""
-        calls = self.recording(1, 1).calls
-        read = {each.untyped_storage()._cdata for call in calls for each in tensors_in(call.arguments)}
         groups: dict[str, list[torch.Tensor]] = {}
         for path, module in self.module.named_modules():
             own = (*module._parameters.values(), *module._buffers.values())
             waiting = [each for each in own if each is not None and each in self._waiting]
             layer = _IN_LIST.match(f"{path}.")
             group = groups.setdefault("" if layer is None else layer.group(), [])
-            group += [each for each in waiting if each.untyped_storage()._cdata in read]
+            group += [each for each in waiting if each.untyped_storage()._cdata in self._read]
         return list(groups.values())
 
     @property
@@ -217,18 +224,15 @@ class PlacedPart(LocalRecordedPart):
     # ---- reasons ------------------------------------------------------------------------------------------------
 
     def lasting_reason(self) -> str | None:
-        return in_whole(self, self._placing_reason() or super().lasting_reason())
+        reason = self.other_reason() or self._waiting.reason() or super().lasting_reason() or self._table_reason()
+        return in_whole(self, reason)
 
     def reason(self) -> str | None:
         return in_whole(self, super().reason())
 
-    def _placing_reason(self) -> str | None:
-        if self.has_encoder:
-            return Cause("device", "an encoder beside a decoder, on several devices or in host memory", self.module)
-        if (reason := self.other_reason() or self._waiting.reason()) is not None:
-            return reason
-        tables = [each for each in self.module.modules() if isinstance(each, nn.Embedding)]
-        return self._waiting.table_reason(tables)
+    def _table_reason(self) -> str | None:
+        tables = (each for each in self.module.modules() if isinstance(each, nn.Embedding))
+        return self._waiting.table_reason(each for each in tables if each.weight.untyped_storage()._cdata in self._read)
 
     # ---- the step -----------------------------------------------------------------------------------------------
 

@@ -85,8 +85,12 @@ class BiasTable:
     def fill(self, table: torch.Tensor) -> None:
         """Compute the biases into ``table``, as the model's tensors are now."""
         values: dict[int, Any] = {}
+        held = (each for call in self.calls for each in call.arguments.values() if isinstance(each, torch.Tensor))
+        device = next((each.device for each in held if each.dim()), table.device)  # of the model's table
         for call in self.calls:
-            op, ordered = bound(call.op, {name: _replaced(each, values) for name, each in call.arguments.items()})
+            arguments = {name: _replaced(each, values) for name, each in call.arguments.items()}
+            arguments |= {name: device for name, each in arguments.items() if isinstance(each, torch.device)}
+            op, ordered = bound(call.op, arguments)
             values[call.out.index] = op(*ordered)
         table.copy_(values[self.scores.index][0, :, 0].flip(-1)[:, : table.shape[1]])
 

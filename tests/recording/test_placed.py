@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import CPU, SHORT, counting, require_native
 from parity import assert_same_tokens, both
+from recorded_types import TABLES
 
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError
@@ -23,8 +24,11 @@ from hf_fastpath.recording.placed_part import PlacedPart
 #: a layer that is called twice, positions that are learned
 _USUAL = ("glm4", "qwen3_5_text", "deepseek_v3", "gemma3n_text", "mpt", "zamba2", "gpt_bigcode")
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
-#: types whose layers read or write what lies on several devices
-SPLIT: dict[str, str] = {}
+#: of models around a decoder: biases that the first layer has for all, learned positions, sound, images
+_AROUND = (
+    *(("encoder_decoder_types.csv", each) for each in ("t5", "bart", "whisper", "fsmt")),
+    *(("multimodal_types.csv", each) for each in ("gemma3", "florence2")),
+)
 
 
 def claimed(part: PlacedPart, tensor: torch.Tensor) -> torch.device:
@@ -101,3 +105,19 @@ def test_a_step_moves_from_device_to_device(apart, model_type):
         if "attention_mask" not in inputs or not counts.reasons:
             assert counts.fast and not counts.reasons, counts.reasons
     assert_placed(ours)
+
+
+@pytest.mark.parametrize(
+    ("table", "model_type"),
+    [
+        pytest.param(table, each, marks=() if (table, each) in _AROUND else pytest.mark.full)
+        for table in ("encoder_decoder_types.csv", "multimodal_types.csv")
+        for each in TABLES[table][0]
+    ],
+)
+def test_models_around_a_decoder(apart, table, model_type):
+    found = TABLES[table][1](model_type)
+    if found.how == "stock":
+        assert (table, model_type) not in _AROUND and found.reason
+    else:
+        assert found.tokens == "equal", found
