@@ -385,6 +385,20 @@ def left_padded(device: torch.device, batch: int = 3, length: int = 11) -> dict[
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def blocks_of(module: nn.Module, prefix: str = "") -> list[str]:
+    """Return the names that a device map has: layers one by one, and what is beside them."""
+    found = []
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList):
+            found += [f"{path}.{place}" for place in range(len(child))]
+        elif any(isinstance(each, nn.ModuleList) for each in child.modules()) and not list(child.parameters(False)):
+            found += blocks_of(child, f"{path}.")
+        else:
+            found.append(path)
+    return found
+
+
 def instances(model: nn.Module) -> dict[str, dict]:
     """Return ``vars(module)`` of every module, by name."""
     return {name: dict(vars(module)) for name, module in model.named_modules()}

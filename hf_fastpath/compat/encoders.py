@@ -123,6 +123,10 @@ class _EncoderOutput(BaseModelOutput):
             raise AttributeError(name)
         return None  # a mask, the routers' logits, ...: encoders have classes of their own
 
+    def to(self, *where: Any, **how: Any) -> BaseModelOutput:
+        """Return the output elsewhere, as accelerate's hooks ask for it."""
+        return type(self)(last_hidden_state=self.last_hidden_state.to(*where, **how))
+
 
 def encoder_output(states: torch.Tensor) -> BaseModelOutput:
     """Return ``states``, [batch, length, encoder_width], as a model takes what its encoder has given.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import causal_lm_types
+import encoder_decoder_types
 import pytest
 import torch
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
@@ -15,6 +15,7 @@ from models import (
     SHORT,
     TINY_PYTHON,
     assert_same_instances,
+    blocks_of,
     build,
     counting,
     fresh,
@@ -26,7 +27,6 @@ from models import (
     require_native,
 )
 from parity import assert_equal_generation, assert_same_tokens, both
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
@@ -114,14 +114,10 @@ def test_all_on_one_device_is_fast(device):
     assert_same_tokens(found, stock.generate(prompt(device, 2), **SHORT), stock)
 
 
-def places(model, first, second) -> dict:
-    """Return a device map with the second layer on ``second`` and all else on ``first``."""
-    base = model.base_model_prefix
-    names = [name for name, _ in model.named_children() if name != base]
-    for name, child in getattr(model, base).named_children():
-        parts = [f".{place}" for place in range(len(child))] if isinstance(child, nn.ModuleList) else [""]
-        names += [f"{base}.{name}{part}" for part in parts]
-    return {name: second if name.endswith(".1") else first for name in names}
+def places(model, first, second, *others: str) -> dict:
+    """Return a device map with the second layer, and names that end so, on ``second``, and all else on ``first``."""
+    endings = (".layers.1", ".blocks.1", ".h.1", *others)
+    return {name: second if name.endswith(endings) else first for name in blocks_of(model)}
 
 
 @pytest.fixture
@@ -171,8 +167,7 @@ def test_a_tied_head_on_another_gpu_than_the_norm(two_gpus):
     kinds = dict(tie_word_embeddings=True)
     stock, ours = build("llama", **kinds), build("llama", **kinds)
     for model in (stock, ours):
-        where = {each: two_gpus[each.endswith((".layers.1", ".norm"))] for each in blocks(model)}
-        dispatch_model(model, where, main_device=two_gpus[0], skip_keys=CACHE)
+        dispatch_model(model, places(model, *two_gpus, ".norm"), main_device=two_gpus[0], skip_keys=CACHE)
     hf_fastpath.patch(ours, quiet=True)
     for options in (SHORT, SHORT | dict(num_beams=2)):
         with counting(ours) as counts:
@@ -181,25 +176,13 @@ def test_a_tied_head_on_another_gpu_than_the_norm(two_gpus):
         assert counts.fast == 24 and not counts.reasons, counts.reasons
 
 
-def blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names that a device map has: layers one by one, and what is beside them."""
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList):
-            yield from (f"{path}.{place}" for place in range(len(child)))
-        elif any(isinstance(each, nn.ModuleList) for each in child.modules()) and not list(child.parameters(False)):
-            yield from blocks(child, f"{path}.")
-        else:
-            yield path
-
-
 @pytest.mark.parametrize("model_type", ("llama", "glm4"))
 def test_quantized_layers_keep_their_places(model_type, device):
     """A layer that replaces another takes what accelerate would bring to that one."""
     require_native(device)
     stock = causal_lm_types.small_model(model_type).to(device)
     hooked, wanted = copy.deepcopy(stock), copy.deepcopy(stock)
-    dispatch_model(hooked, dict.fromkeys(blocks(hooked), device), skip_keys=CACHE, force_hooks=True)
+    dispatch_model(hooked, dict.fromkeys(blocks_of(hooked), device), skip_keys=CACHE, force_hooks=True)
     before = instances(hooked)
     for model in (hooked, wanted):
         hf_fastpath.patch(model, weights="int8", lm_head="int8", quiet=True)
@@ -259,11 +242,9 @@ _RECORDED = ("glm4", "qwen3_5_text", "deepseek_v3", "mpt", "granitemoehybrid", "
 def test_recorded_models_on_two_gpus(model_type, two_gpus):
     """Steps of models without an architecture file go from GPU to GPU; states and caches are beside their layers."""
     stock = causal_lm_types.small_model(model_type)
-    names = list(blocks(stock))
     ours = copy.deepcopy(stock)
     for model in (stock, ours):
-        where = {each: two_gpus[each.endswith((".layers.1", ".blocks.1"))] for each in names}
-        dispatch_model(model, where, main_device=two_gpus[0], skip_keys=CACHE)
+        dispatch_model(model, places(model, *two_gpus), main_device=two_gpus[0], skip_keys=CACHE)
     hf_fastpath.patch(ours, quiet=True)
     report = hf_fastpath.report(ours)
     assert (report.architecture, report.loop) == ("recorded", "fast"), report
@@ -278,13 +259,33 @@ def test_recorded_models_on_two_gpus(model_type, two_gpus):
         assert {stage.device for stage in plan.program._stages} == set(two_gpus)
 
 
+@pytest.mark.parametrize("model_type", ("t5", "whisper"))
+def test_a_decoder_behind_an_encoder_on_two_gpus(model_type, two_gpus):
+    """A layer's keys and values of what the encoder has read are beside the layer; the first layer has T5's biases."""
+    stock = encoder_decoder_types.small_model(model_type)
+    ours = copy.deepcopy(stock)
+    for model in (stock, ours):
+        endings = "decoder.block.0", "decoder.layers.1"
+        where = {name: two_gpus[name.endswith(endings)] for name in blocks_of(model)}
+        dispatch_model(model, where, main_device=two_gpus[0], skip_keys=CACHE)
+    hf_fastpath.patch(ours, quiet=True)
+    for batch in (1, 2):
+        given = encoder_decoder_types.output(stock, batch, 9, padding=2 * (batch > 1))
+        given = {name: each.to(two_gpus[0]) for name, each in given.items()}
+        given["decoder_input_ids"] = encoder_decoder_types.start(batch).to(two_gpus[0])
+        with counting(ours) as counts:
+            found, expected = (encoder_decoder_types.generate(model, given, **SHORT) for model in (ours, stock))
+        assert torch.equal(found, expected)
+        assert counts.fast == 12 * batch and not counts.reasons, hf_fastpath.report(ours)
+    assert all({stage.device for stage in plan.program._stages} == set(two_gpus) for plan in state_of(ours).plans)
+
+
 @pytest.mark.parametrize("model_type", ("llama", "glm4"))
 def test_quantized_weights_on_two_gpus(model_type, two_gpus):
     """The head is on the first GPU, and the norm in front of it on the second."""
     wanted = causal_lm_types.small_model(model_type).to(two_gpus[0])
     ours = copy.deepcopy(wanted)
-    where = {each: two_gpus[each.endswith((".layers.1", ".norm"))] for each in blocks(ours)}
-    dispatch_model(ours, where, main_device=two_gpus[0], skip_keys=CACHE)
+    dispatch_model(ours, places(ours, *two_gpus, ".norm"), main_device=two_gpus[0], skip_keys=CACHE)
     for model in (ours, wanted):
         hf_fastpath.patch(model, weights="int8", lm_head="int8", quiet=True)
     ids = causal_lm_types.prompt(2, 11, seed=2).to(two_gpus[0])

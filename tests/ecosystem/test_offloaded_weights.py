@@ -12,6 +12,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import causal_lm_types
+import encoder_decoder_types
 import pytest
 import torch
 from accelerate import dispatch_model
@@ -22,6 +23,7 @@ from models import (
     SHORT,
     TINY_PYTHON,
     assert_same_instances,
+    blocks_of,
     build,
     counting,
     heldout_tokens,
@@ -32,7 +34,6 @@ from models import (
     require_native,
 )
 from parity import assert_same_tokens, both
-from torch import nn
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import hf_fastpath
@@ -84,16 +85,6 @@ def locks(monkeypatch, device):
         monkeypatch.setattr(page_lock, "unlock_pages", found.unlock)
     yield found
     gc.collect()  # as long as these functions stand for CUDA's
-
-
-def blocks_of(model) -> list[str]:
-    """Return the names that a device map has: layers one by one, and what is beside them."""
-    base = model.base_model_prefix
-    names = [name for name, _ in model.named_children() if name != base]
-    for name, child in getattr(model, base).named_children():
-        parts = [f".{place}" for place in range(len(child))] if isinstance(child, nn.ModuleList) else [""]
-        names += [f"{base}.{name}{part}" for part in parts]
-    return names
 
 
 def last_layers(model) -> list[str]:
@@ -207,6 +198,28 @@ def test_recorded_models(locks, device, model_type):
     finally:
         hf_fastpath.unpatch(ours)
     assert not page_lock.locked_bytes()
+
+
+@pytest.mark.parametrize("model_type", ("t5", "whisper"))
+def test_decoders_behind_an_encoder(locks, device, model_type):
+    """The table of biases, which a call reads once, may wait in host memory as well."""
+    stock = encoder_decoder_types.small_model(model_type).to(device)
+    ours = copy.deepcopy(stock)
+    names = [name for name in blocks_of(ours) if "decoder.block." in name or "decoder.layers." in name]
+    to_host(ours, [name for name in names if name.split(".")[-1] != "1"])
+    try:
+        hf_fastpath.patch(ours, quiet=True)
+        for batch in (1, 2):
+            given = encoder_decoder_types.output(stock, batch, 9, padding=2 * (batch > 1))
+            given = {name: each.to(device) for name, each in given.items()}
+            given["decoder_input_ids"] = encoder_decoder_types.start(batch).to(device)
+            with counting(ours) as counts:
+                results = [encoder_decoder_types.generate(model, given, **SHORT) for model in (ours, stock)]
+            assert torch.equal(*results)
+            stats = hf_fastpath.report(ours).stats
+            assert counts.fast == 12 * batch and set(counts.reasons) == {"over_the_bus"}, stats
+    finally:
+        hf_fastpath.unpatch(ours)
 
 
 def test_prompts_do_not_pass_the_hooks(offload, device, monkeypatch):
