@@ -89,7 +89,8 @@ test-gpu:
 test-gpus:
 	HF_FASTPATH_BUILD=never $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
 	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q $(if $(GPU_JOBS),-n $(GPU_JOBS) --maxschedchunk 1) \
-		tests/distributed tests/ecosystem/test_accelerate.py tests/ops/test_sum_ranks.py tests/ops/test_gather_ranks.py $(ARGS)
+		tests/distributed tests/ecosystem/test_accelerate.py tests/ecosystem/test_offloaded_weights.py \
+		tests/ops/test_sum_ranks.py tests/ops/test_gather_ranks.py $(ARGS)
 
 # Torch-facing sources against the headers of the oldest and of the newest torch that pyproject.toml admits.
 compile-check: $(READY)
