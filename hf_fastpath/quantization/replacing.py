@@ -136,7 +136,7 @@ def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
         groups = (tuple(map(part.owner, linears)) for linears in of_one_input(layer))
         found.append(Replacement(tuple(groups), format))
     if options.lm_head != HEADS[0]:
-        found.append(Replacement(((part.head,),), FORMATS[options.lm_head], is_head=True))
+        found.append(Replacement(((part.owner(part.head),),), FORMATS[options.lm_head], is_head=True))
     return tuple(found)
 
 

@@ -107,6 +107,24 @@ def test_a_step_moves_from_device_to_device(apart, model_type):
     assert_placed(ours)
 
 
+@pytest.mark.parametrize("model_type", ("glm4", "deepseek_v3"))
+def test_quantized_weights(apart, model_type):
+    stock = causal_lm_types.small_model(model_type)
+    ours, alone = copy.deepcopy(stock), copy.deepcopy(stock)
+    hf_fastpath.patch(ours, weights="int8", lm_head="int8", quiet=True)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(family, "is_placed", lambda model: False)
+        hf_fastpath.patch(alone, weights="int8", lm_head="int8", quiet=True)
+        wanted = alone.generate(causal_lm_types.prompt(2, 11, seed=2), **SHORT)
+    with counting(ours) as counts:
+        found = ours.generate(causal_lm_types.prompt(2, 11, seed=2), **SHORT)
+    assert torch.equal(found, wanted)
+    assert counts.fast == 24 and not counts.reasons, counts.reasons
+    assert_placed(ours)
+    hf_fastpath.unpatch(ours)
+    assert_same_tokens(*both(stock, ours, input_ids=causal_lm_types.prompt(1, 11, seed=1), **SHORT), stock)
+
+
 @pytest.mark.parametrize(
     ("table", "model_type"),
     [
