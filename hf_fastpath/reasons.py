@@ -82,8 +82,8 @@ REASONS: dict[str, Reason] = {
         "end it in `return inner(*args, **kwargs)` for calls without labels, or generate() before it is set",
     ),
     "offloaded": Reason(
-        "accelerate brings weights for every call that our steps do not bring: from disk, tables of embeddings, to "
-        "another GPU than that of the embeddings, or of a model without an architecture file",
+        "accelerate brings weights for every call that our steps do not bring: from disk, tables of embeddings, or to "
+        "another GPU than that of the embeddings",
         "load the model where it fits: a smaller dtype, or a device_map of layers on GPUs and the CPU",
     ),
     "sharded": Reason(
@@ -114,8 +114,8 @@ REASONS: dict[str, Reason] = {
     ),
     "compiling": Reason("torch.compile is tracing: it gets the stock code", "do not compile a patched model"),
     "device": Reason(
-        "tensors are on devices without kernels, or on different ones",
-        "move the whole model and the inputs to one CPU or CUDA device",
+        "tensors are on devices without kernels, or on different ones in another way than by layers on GPUs",
+        "move the whole model and the inputs to one CPU or CUDA device, or put each layer onto one GPU (device_map)",
     ),
     "dtype": Reason(
         "dtype is not float32, float16 or bfloat16, or the types are mixed",
