@@ -47,6 +47,8 @@ class DraftPlan(DecodePlan):
         for target, source in zip((self.tokens, self.positions, self.seq_lens), (*self._given, self._length)):
             emit(_aten.copy_.default, target, source, True)
         logits, step = self._record_forward(part)
+        self.program.move_to(self.device)
+        logits = emit(_aten.alias.default, logits)
         self._best = emit(_aten.argmax.default, logits, -1)
         emit(_aten.copy_.default, self._choices, self._best, True)
         self.program.optimize(step)

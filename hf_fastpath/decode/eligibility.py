@@ -93,8 +93,6 @@ def why_no_drafts(
         loop_reason = uncovered_reason(state.loop_reason, state.model, part)
         return loop_reason or Cause("generation_mode", "drafts for a model with an encoder")
     reason, _ = step_aside_reason(state, part, input_ids, config, synced_gpus, model_kwargs)
-    if reason is None and part is not None and len(part.devices) > 1:
-        return Cause("generation_mode", "drafts for a model on several devices")
     if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
         return Cause("generation_mode", "drafts behind a prompt of more than tokens")
     return reason

@@ -258,9 +258,10 @@ class Fetching(Program):
 
 
 def by_pages(tensor: torch.Tensor, copy: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a tensor and its copy in parts, if the tensor is a part of another: one that lies on pages of which some
-    are locked and some are not cannot be copied at once."""
-    if tensor.nbytes == tensor.untyped_storage().nbytes() or not tensor.is_contiguous():
+    """Return a tensor and its copy in parts, if the tensor is a part of another in host memory: one that lies on pages
+    of which some are locked and some are not cannot be copied at once."""
+    is_part = tensor.device.type == "cpu" and tensor.nbytes < tensor.untyped_storage().nbytes()
+    if not is_part or not tensor.is_contiguous():
         return [(tensor, copy)]
     borders = [each - tensor.data_ptr() for each in page_lock.whole_pages(tensor)]
     pair = (each.detach().reshape(-1).view(torch.uint8).tensor_split(borders) for each in (tensor, copy))

@@ -221,8 +221,6 @@ def read_turn(
     (batch, count), past = prompt.tokens.shape, cache.get_seq_length()
     if prompt.tokens.device.type not in _CAPTURES or batch != 1 or count > MAX_QUERY_LEN or not past:
         return None
-    if len(part.devices) > 1:
-        return None
     # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
     if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):
         return None

@@ -11,7 +11,7 @@ import torch
 
 from ..compat import below_autograd
 from ..reasons import Cause
-from .fetch import program_of
+from .fetch import by_pages, program_of
 from .named_calls import Register, Step, by_name
 from .program import Program
 from .structure import ModelPart
@@ -116,8 +116,9 @@ class Stages(Program):
         return self._copies[key][1]
 
     def renew(self) -> None:
-        for tensor, copy in self._copies.values():
-            copy.copy_(tensor.detach())
+        for pair in self._copies.values():
+            for source, copy in by_pages(*pair):
+                copy.copy_(source.detach())
         self._has_stale_constants = True
         for stage in self._stages:
             stage.program.renew()

@@ -7,6 +7,11 @@ import torch
 from models import CPU, GREEDY, SHORT, counting, fresh, left_padded, over_architectures, prompt, require_native
 from parity import assert_same_tokens, both
 
+from hf_fastpath import FastpathCache
+from hf_fastpath.cache.layer import FastpathLayer
+from hf_fastpath.compat import CACHE
+from hf_fastpath.decode import prompt as reading
+from hf_fastpath.decode.draft_plan import DraftPlan
 from hf_fastpath.decode.layer_part import LayerPart
 from hf_fastpath.decode.stages import Stages
 from hf_fastpath.decode.structure import ModelPart
@@ -18,6 +23,13 @@ def apart(monkeypatch):
     """Let every layer claim a device of its own, behind that of embeddings and head."""
     require_native(CPU)
     monkeypatch.setattr(LayerPart, "device", property(lambda part: torch.device("cpu", 1 + layer_of(part))))
+
+
+@pytest.fixture
+def admitted(monkeypatch):
+    """Let a plan take a filled cache, whose layers are where they claim not to be."""
+    real = FastpathLayer.admit
+    monkeypatch.setattr(FastpathLayer, "admit", lambda layer, *given: real(layer, *given[:-1], CPU))
 
 
 def layer_of(part: LayerPart) -> int:
@@ -72,6 +84,48 @@ def test_a_tied_head_is_beside_the_embeddings(apart, monkeypatch, architecture):
     for plan in plans_of(ours):
         assert [stage.device for stage in plan.program._stages] == [CPU, torch.device("cpu", 1), last, CPU]
         assert "norm" in plan.program._stages[2].program.op_names()[-1]
+
+
+def assert_beginning(program) -> None:
+    """Assert that the last calls are on the device of the first."""
+    assert isinstance(program, Stages) and program._stages[-1].device == CPU
+    assert program.op_names()[-3:] == ["alias.default", "argmax.default", "copy_.default"]
+
+
+@over_architectures
+def test_drafts_go_from_device_to_device(apart, admitted, architecture):
+    stock, ours = fresh(architecture, CPU)
+    _, assistant = fresh(architecture, CPU, num_hidden_layers=1, layer_types=None)
+    ids = prompt(CPU, 1, 9).repeat(1, 4)
+    ways = dict(prompt_lookup_num_tokens=3), dict(assistant_model=assistant)
+    for way in (*ways, ways[0] | dict(return_dict_in_generate=True, output_logits=True)):
+        with counting(ours) as counts:
+            found, expected = both(stock, ours, input_ids=ids, **SHORT, **way)
+        if "output_logits" in way:
+            torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+            found, expected = found.sequences, expected.sequences
+        assert_same_tokens(found, expected, stock)
+        assert counts.fast and not counts.reasons, counts.reasons
+    found = [plan.program for plan in plans_of(ours) if isinstance(plan, DraftPlan)]
+    assert found
+    for program in found:
+        assert_beginning(program)
+
+
+def test_a_turn_goes_from_device_to_device(apart, admitted, monkeypatch):
+    """A few tokens behind others are read as drafts are where steps are captured, which the CPU claims to do."""
+    monkeypatch.setattr(reading, "_CAPTURES", {"cpu"})
+    stock, ours = fresh("llama", CPU)
+    cache = FastpathCache(ours.config)
+    first = ours.generate(prompt(CPU), **SHORT, **{CACHE: cache})
+    assert not any(isinstance(plan, DraftPlan) for plan in plans_of(ours))
+    again = torch.cat((first, prompt(CPU, 1, 5)), dim=1)
+    with counting(ours) as counts:
+        found = ours.generate(again, **SHORT, **{CACHE: cache})
+    assert_same_tokens(found, stock.generate(again, **SHORT), stock)
+    assert counts.fast == 12 and not counts.reasons, counts.reasons
+    (program,) = [plan.program for plan in plans_of(ours) if isinstance(plan, DraftPlan)]
+    assert_beginning(program)
 
 
 def test_one_device_is_one_program():

@@ -107,6 +107,17 @@ def test_a_step_moves_from_device_to_device(apart, model_type):
     assert_placed(ours)
 
 
+@pytest.mark.parametrize("model_type", ("glm4", "deepseek_v3", "mpt"))
+def test_drafts(apart, model_type):
+    stock, ours = patched(model_type)
+    ids = causal_lm_types.prompt(1, 9, seed=1).repeat(1, 4)
+    with counting(ours) as counts:
+        found, expected = both(stock, ours, input_ids=ids, **SHORT, prompt_lookup_num_tokens=3)
+    assert_same_tokens(found, expected, stock)
+    assert counts.fast == 12 and not counts.reasons, counts.reasons
+    assert_placed(ours)
+
+
 @pytest.mark.parametrize("model_type", ("glm4", "deepseek_v3"))
 def test_quantized_weights(apart, model_type):
     stock = causal_lm_types.small_model(model_type)
