@@ -265,6 +265,22 @@ def test_recorded_models_on_two_gpus(model_type, two_gpus):
         assert {stage.device for stage in plan.program._stages} == set(two_gpus)
 
 
+@pytest.mark.parametrize("options", (dict(kv_dtype="int8"), dict(page_size=16)), ids=str)
+@pytest.mark.parametrize("model_type", ("llama", "glm4"))
+def test_other_caches_on_two_gpus(model_type, options, two_gpus):
+    """Keys and values in 8 bits, which are quantized on the layer's own GPU, and pages."""
+    wanted = causal_lm_types.small_model(model_type).to(two_gpus[0])
+    ours = copy.deepcopy(wanted)
+    dispatch_model(ours, places(ours, *two_gpus), main_device=two_gpus[0], skip_keys=CACHE)
+    for model in (ours, wanted):
+        hf_fastpath.patch(model, **options, quiet=True)
+    ids = causal_lm_types.prompt(2, 11, seed=2).to(two_gpus[0])
+    with counting(ours) as counts:
+        found, expected = both(wanted, ours, input_ids=ids, **SHORT)
+    assert_same_tokens(found, expected)
+    assert counts.fast == 24 and not counts.reasons, counts.reasons
+
+
 @pytest.mark.parametrize("model_type", ("t5", "whisper"))
 def test_a_decoder_behind_an_encoder_on_two_gpus(model_type, two_gpus):
     """A layer's keys and values of what the encoder has read are beside the layer; the first layer has T5's biases."""

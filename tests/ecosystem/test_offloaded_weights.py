@@ -42,6 +42,8 @@ from hf_fastpath.decode import fetch, offloaded, page_lock
 from hf_fastpath.decode.layer_part import LayerPart
 from hf_fastpath.decode.program import Program
 from hf_fastpath.patching.state import state_of
+from hf_fastpath.recording import placed_part
+from hf_fastpath.recording.placed_part import PlacedPart
 
 #: bytes from which on the small models' tensors pass through the ring: matrices do, norms and biases do not
 KEPT = 2048
@@ -198,6 +200,39 @@ def test_recorded_models(locks, device, model_type):
     finally:
         hf_fastpath.unpatch(ours)
     assert not page_lock.locked_bytes()
+
+
+@pytest.mark.parametrize("model_type", ("glm4", "deepseek_v3"))
+def test_recorded_models_beside_layers_elsewhere(locks, device, monkeypatch, model_type):
+    """The first layer claims to be on another GPU, and the second waits in host memory."""
+    if device.type == "cuda":
+        pytest.skip("only a CPU's device can claim to be another")
+    elsewhere, of_first = torch.device("cpu", 1), set()
+
+    def device_of(part, tensor):
+        of_first.update(id(each) for name, each in part.module.named_parameters() if ".layers.0." in name)
+        return elsewhere if id(tensor) in of_first else CPU
+
+    monkeypatch.setattr(PlacedPart, "device_of", device_of)
+    monkeypatch.setattr(placed_part, "_COPIED_BYTES", 1024)
+    stock = causal_lm_types.small_model(model_type)
+    ours = copy.deepcopy(stock)
+    to_host(ours, [name for name in blocks_of(ours) if name.endswith(".layers.1")])
+    try:
+        hf_fastpath.patch(ours, quiet=True)
+        for batch in (1, 2):
+            ids = causal_lm_types.prompt(batch, 11, seed=batch)
+            with counting(ours) as counts:
+                found, expected = both(stock, ours, input_ids=ids, **SHORT)
+            assert_same_tokens(found, expected, stock)
+            assert counts.fast == 12 * batch and set(counts.reasons) == {"over_the_bus"}, counts.reasons
+        for program in programs_of(ours):
+            assert [stage.device for stage in program._stages] == [CPU, elsewhere, CPU]
+            first, middle, last = (stage.program for stage in program._stages)
+            assert last._copies.loads and not first._copies.loads and type(middle) is Program
+        del program, first, middle, last
+    finally:
+        hf_fastpath.unpatch(ours)
 
 
 @pytest.mark.parametrize("model_type", ("t5", "whisper"))
