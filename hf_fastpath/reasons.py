@@ -89,7 +89,7 @@ REASONS: dict[str, Reason] = {
     "sharded": Reason(
         "the weights are spread over several processes in a way that is not covered (FSDP, DeepSpeed ZeRO-3, ranks "
         "that do not divide heads or KV heads, or styles of a plan that docs/lab/several_gpus.md does not list)",
-        "load a decoder of text with its own tp_plan over ranks that divide its heads, or whole on one device",
+        "load the model with its own tp_plan over ranks that divide its heads, or whole on one device",
     ),
     "class_forward": Reason(
         "other code has replaced the forward of a class, or a function that it calls",

@@ -97,10 +97,8 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
     ranks = Ranks(compat.rank_group(model))
     reason = _loop_disabled(options) or (None if no_kernels is None else Cause(no_kernels, module=model))
     families: list[Family] = [] if os.environ.get(RECORD) else [Sharded(each, ranks) for each in architectures()]
-    if compat.is_decoder_alone(model):
+    if compat.is_decoder_alone(model) or compat.is_multimodal(model) or compat.has_encoder(model):
         families.append(RecordedOverRanks(model, ranks))
-    elif reason is None:
-        reason = Cause("sharded", "an encoder, or what reads images or sound, beside the decoder", model)
     found = ((each, each.model_part(model)) for each in families)
     family, whole = next((pair for pair in found if pair[1] is not None), (None, None))
     reason = reason or _whole_reason(model, whole)

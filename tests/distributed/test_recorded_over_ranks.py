@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
+import encoder_decoder_types
+import multimodal_types
 import pytest
 import torch
 from causal_lm_types import random_model, small_config
 from models import assert_same_instances, instances
 from processes import (
     COUNT,
+    GREEDY,
     assert_fast,
     assert_half_types,
     assert_tokens,
@@ -67,6 +71,46 @@ def _equal_tokens(rank: int, folder: Path) -> None:
 
 def test_tokens_are_those_of_stock_and_of_one_process(tmp_path):
     run(_equal_tokens, saved(tmp_path, *TYPES))
+
+
+def _around_a_decoder(rank: int, folder: Path) -> None:
+    """Stock code reads images, or runs the encoder, on the spread model; every token behind the prompt is ours."""
+    here = device(rank)
+    for each in ("llava", "qwen3_5"):
+        alone = multimodal_types.small_model(each)
+        prompts = (multimodal_types.prompt(each, images, padding=len(images) - 1) for images in ((0,), (1,), (1, 1)))
+        _assert_around(folder / each, alone, prompts, here, lambda model, given: tokens_of(model, given))
+    alone = encoder_decoder_types.small_model("t5gemma")
+    prompts = (encoder_decoder_types.text(1, 9), encoder_decoder_types.text(2, 9, padding=4))
+    generate = functools.partial(encoder_decoder_types.generate, **GREEDY)
+    _assert_around(folder / "t5gemma", alone, prompts, here, generate)
+
+
+def _assert_around(folder: Path, alone: PreTrainedModel, prompts, here: torch.device, generate) -> None:
+    model = type(alone).from_pretrained(folder, dtype=torch.float32, tp_plan="auto").eval()
+    model.generation_config = alone.generation_config
+    cases = [{name: value.to(here) for name, value in given.items()} for given in prompts]
+    expected = [generate(alone.to(here), given) for given in cases]
+    hf_fastpath.patch(model, quiet=True)
+    for given, wanted in zip(cases, expected, strict=True):
+        assert torch.equal(generate(model, given), wanted), (type(model).__name__, list(given))
+    assert_fast(model)
+    hf_fastpath.unpatch(model)
+    assert torch.equal(generate(model, cases[0]), expected[0])
+    if folder.name == "llava":
+        hf_fastpath.patch(model, weights="int8", quiet=True)
+        found = [generate(model, given) for given in cases]
+        assert_fast(model)
+        hf_fastpath.unpatch(model)
+        assert torch.equal(generate(model, cases[0]), expected[0])
+        assert all(each.shape == wanted.shape for each, wanted in zip(found, expected))
+
+
+def test_models_around_a_decoder(tmp_path):
+    for each in ("llava", "qwen3_5"):
+        multimodal_types.small_model(each).save_pretrained(tmp_path / each)
+    encoder_decoder_types.small_model("t5gemma").save_pretrained(tmp_path / "t5gemma")
+    run(_around_a_decoder, tmp_path)
 
 
 def _other_modes(rank: int, folder: Path) -> None:
