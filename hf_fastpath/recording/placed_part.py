@@ -99,15 +99,18 @@ class Placement:
         """Whether no call from here on writes where a register's value is, so that a copy of the value serves."""
         return self._last_writes.get(self._memory(register), -1) < len(self.calls)
 
+    def _layers(self, call: Call) -> list[Any]:
+        """Return the keys of what :attr:`layers` has for the caches that a call reads."""
+        layer, encoded = (call.arguments.get(name) for name in ("layer", "encoded"))
+        if call.op is marks.attend_encoded:
+            layer, encoded = None, layer
+        found: list[Any] = [self._owners[each.index] for each in read_by(call) if each.index in self._owners]
+        return found + [layer] * (layer is not None) + [("encoded", encoded)] * (encoded is not None)
+
     def _device(self, call: Call, here: torch.device) -> torch.device:
         found = filter(None, map(self._weight, tensors_in(call.arguments)))
         weights = sorted(found, key=operator.itemgetter(0), reverse=True)
-        layers: set[Any] = {self._owners[each.index] for each in read_by(call) if each.index in self._owners}
-        of_encoder = "layer" if call.op is marks.attend_encoded else "encoded"
-        if of_encoder != "layer" and isinstance(layer := call.arguments.get("layer"), int):
-            layers.add(layer)
-        if isinstance(layer := call.arguments.get(of_encoder), int):
-            layers.add(("encoded", layer))
+        layers = self._layers(call)
         made = [each for each in read_by(call) if each.index in self._made]
         fixed = {self.layers[each] for each in layers if each in self.layers}
         fixed |= {self._made[each.index] for each in made if not self._is_final(each)}
