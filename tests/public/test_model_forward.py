@@ -370,9 +370,9 @@ class ValueHead(nn.Module):
 
 
 def data_parallel(model):
-    """Wrap a model on its own device: with one GPU, DataParallel only moves the model there."""
+    """Wrap a model on its own device alone."""
     device = model.device
-    return nn.DataParallel(model).to(device)
+    return nn.DataParallel(model, [device] if device.type == "cuda" else None).to(device)
 
 
 WRAPPERS = {
