@@ -115,7 +115,7 @@ REASONS: dict[str, Reason] = {
     "compiling": Reason("torch.compile is tracing: it gets the stock code", "do not compile a patched model"),
     "device": Reason(
         "tensors are on devices without kernels, or on different ones in another way than by layers on GPUs",
-        "move the whole model and the inputs to one CPU or CUDA device, or put each layer onto one GPU (device_map)",
+        "move the whole model and the inputs to one CPU or CUDA device, or each layer onto one GPU",
     ),
     "dtype": Reason(
         "dtype is not float32, float16 or bfloat16, or the types are mixed",

@@ -21,7 +21,7 @@ from ..native import loader
 from ..options import Options
 from ..quantization import replacing
 from ..reasons import Cause, named
-from ..recording.family import Recorded
+from ..recording.placed_part import RecordedAlone
 from ..recording.spread_part import RecordedOverRanks
 from .plan import Binding, Declined, PatchPlan
 
@@ -227,10 +227,10 @@ def _family(
     if described is not None and not os.environ.get(RECORD):
         return Described(described)
     if compat.is_multimodal(model) or compat.has_encoder(model):
-        return Recorded(model)
+        return RecordedAlone(model)
     if described is None and (bindings or declined):
         return None
-    return Recorded(model) if compat.is_decoder_alone(model) else None
+    return RecordedAlone(model) if compat.is_decoder_alone(model) else None
 
 
 def _whole_reason(model: nn.Module, whole: structure.ModelPart | None) -> str | None:

@@ -1,18 +1,17 @@
-"""The family of models that no architecture describes: their steps are recorded."""
+"""What takes the place of an architecture for models that none describes: their steps are recorded."""
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
-from .part import RecordedPart
-from .placed_part import PlacedPart, is_placed
+from torch import nn
 
 #: what a report shows in place of an architecture's name
 RECORDED = "recorded"
 
 
 class Recorded:
-    """What takes the place of an architecture for models that have none.
+    """The family of a model that no architecture describes.
 
     Attributes:
         name: ``"recorded"``.
@@ -26,16 +25,16 @@ class Recorded:
     def __init__(self, model: nn.Module):
         self.module = type(model).__module__
         self.twins_difference = 0.0
-        self.first: RecordedPart | None = None
+        self.first: Any = None
 
-    def model_part(self, model: nn.Module) -> RecordedPart:
-        """Return ``model`` as it is now."""
+    def model_part(self, model: nn.Module) -> Any:
+        """Return ``model`` as it is now, as a ``RecordedPart``."""
         made = self._part(model)
         self.first = self.first or made
         return made
 
-    def _part(self, model: nn.Module) -> RecordedPart:
-        return PlacedPart(self, model) if is_placed(model) else RecordedPart(self, model)
+    def _part(self, model: nn.Module) -> Any:
+        raise NotImplementedError
 
     def __deepcopy__(self, memo: dict) -> Recorded:
         return self

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from ..decode.local_models import owner_of
+from .family import Recorded
 from .part import RecordedPart
-
-if TYPE_CHECKING:
-    from .family import Recorded
 
 
 class LocalRecordedPart(RecordedPart):

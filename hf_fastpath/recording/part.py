@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from ..ops.queries import takes_head_dim
 from ..reasons import Cause
 from . import marks
 from .arguments import described, hides_other_places, why_it_matters
+from .family import Recorded
 from .layers import RecordedAttention, RecordedLayer, attention_of
 from .lowering import Lowering
 from .passes import passed
@@ -33,9 +34,6 @@ from .recording import BiasTable, Recording, Unrecordable
 from .skeleton import Skeleton
 from .step import record, why_other_in_training
 from .tensors import tensors_reason
-
-if TYPE_CHECKING:
-    from .family import Recorded
 
 
 class RecordedPart:

@@ -10,7 +10,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,12 +23,11 @@ from ..decode.positions import Positions
 from ..decode.program import Program
 from ..ops.kv_cache import KVCache
 from . import marks
+from .family import Recorded
 from .local_part import LocalRecordedPart
 from .lowering import Lowering
+from .part import RecordedPart
 from .recording import Recording, Unrecordable, is_mutable
-
-if TYPE_CHECKING:
-    from .family import Recorded
 
 #: a parameter of at most so many bytes (norms, biases) may be copied to another device when ``generate()`` begins
 _COPIED_BYTES = 1 << 20
@@ -312,3 +311,10 @@ class _Emit:
         """Whether an argument is the device on which all was recorded."""
         home = self._part.home
         return isinstance(value, torch.device) and value.type == home.type and value.index in (None, home.index)
+
+
+class RecordedAlone(Recorded):
+    """The family of a model that one process has, on one device or on several."""
+
+    def _part(self, model: nn.Module) -> RecordedPart:
+        return PlacedPart(self, model) if is_placed(model) else RecordedPart(self, model)

@@ -15,13 +15,13 @@ import hf_fastpath
 from hf_fastpath.decode.encoded import Seen
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.family import Recorded
 from hf_fastpath.recording.part import RecordedPart
+from hf_fastpath.recording.placed_part import RecordedAlone
 from hf_fastpath.recording.recording import Unrecordable
 
 
 def part_of(model) -> RecordedPart:
-    return Recorded(model).model_part(model)
+    return RecordedAlone(model).model_part(model)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hf_fastpath import UnsupportedModelError
 from hf_fastpath.decode.fetch import tensors_in
 from hf_fastpath.decode.stages import Stages
 from hf_fastpath.patching.state import state_of
-from hf_fastpath.recording import family, placed_part
+from hf_fastpath.recording import placed_part
 from hf_fastpath.recording.placed_part import PlacedPart
 
 #: gated attention behind fused norms, states, latents and experts, keys and values that layers share, biases of scores,
@@ -47,7 +47,7 @@ def _named(model):
 def apart(monkeypatch):
     """Let every layer of recorded models claim a device of its own."""
     require_native(CPU)
-    monkeypatch.setattr(family, "is_placed", lambda model: True)
+    monkeypatch.setattr(placed_part, "is_placed", lambda model: True)
     monkeypatch.setattr(PlacedPart, "device_of", claimed)
     monkeypatch.setattr(placed_part, "_COPIED_BYTES", 1024)
 
@@ -124,7 +124,7 @@ def test_quantized_weights(apart, model_type):
     ours, alone = copy.deepcopy(stock), copy.deepcopy(stock)
     hf_fastpath.patch(ours, weights="int8", lm_head="int8", quiet=True)
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(family, "is_placed", lambda model: False)
+        patches.setattr(placed_part, "is_placed", lambda model: False)
         hf_fastpath.patch(alone, weights="int8", lm_head="int8", quiet=True)
         wanted = alone.generate(causal_lm_types.prompt(2, 11, seed=2), **SHORT)
     with counting(ours) as counts:

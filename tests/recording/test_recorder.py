@@ -32,8 +32,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_fastpath
 from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.family import Recorded
 from hf_fastpath.recording.passes import passed
+from hf_fastpath.recording.placed_part import RecordedAlone
 from hf_fastpath.recording.probing import seeded
 from hf_fastpath.recording.recording import Unrecordable
 from hf_fastpath.recording.skeleton import Skeleton
@@ -113,7 +113,7 @@ def test_a_patched_model_is_recorded_as_stock(model_type):
 def test_recording_draws_no_random_numbers():
     model = small_model("glm4")
     state = torch.get_rng_state()
-    assert not isinstance(Recorded(model).model_part(model).reason(), str)
+    assert not isinstance(RecordedAlone(model).model_part(model).reason(), str)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -388,7 +388,7 @@ def _raise(*args, **kwargs):
 def test_hooks_are_never_run_by_recording(register, where):
     model = small_model("glm4")
     register(model.get_submodule(where))
-    reason = Recorded(model).model_part(model).reason()
+    reason = RecordedAlone(model).model_part(model).reason()
     assert reason == "hooks" and "_raise" in reason.what, reason
     if where:
         with pytest.raises(UnsupportedModelError, match="hooks"):
@@ -399,7 +399,7 @@ def test_hooks_on_all_modules_are_never_run_by_recording():
     model = small_model("glm4")
     handle = nn.modules.module.register_module_forward_hook(_raise)
     try:
-        assert Recorded(model).model_part(model).reason() == "hooks"
+        assert RecordedAlone(model).model_part(model).reason() == "hooks"
     finally:
         handle.remove()
 
@@ -408,7 +408,7 @@ def test_hooks_on_all_modules_are_never_run_by_recording():
 def test_forwards_of_instances_are_never_run_by_recording(where):
     model = small_model("glm4")
     model.get_submodule(where).forward = _raise
-    reason = Recorded(model).model_part(model).reason()
+    reason = RecordedAlone(model).model_part(model).reason()
     assert reason == ("instance_forward" if where else "model_forward") and "_raise" in reason.what, reason
 
 
@@ -420,7 +420,7 @@ def test_a_class_of_the_users_is_recorded_as_it_is():
             return 2 * super().forward(hidden_states)
 
     model.model.norm.__class__ = Doubled
-    part = Recorded(model).model_part(model)
+    part = RecordedAlone(model).model_part(model)
     assert part.reason() is None
     ops = [call.op for call in record(Skeleton(model), 1, 1).calls]
     stock = [call.op for call in record(Skeleton(small_model("glm4")), 1, 1).calls]
