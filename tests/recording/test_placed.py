@@ -27,7 +27,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
 #: of models around a decoder: biases that the first layer has for all, learned positions, sound, images
 _AROUND = (
     *(("encoder_decoder_types.csv", each) for each in ("t5", "bart", "whisper", "fsmt")),
-    *(("multimodal_types.csv", each) for each in ("gemma3", "florence2")),
+    ("multimodal_types.csv", "gemma3"),
 )
 
 
