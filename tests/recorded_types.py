@@ -12,6 +12,7 @@ from typing import Any
 import causal_lm_types
 import encoder_decoder_types
 import multimodal_types
+import pytest
 import torch
 from causal_lm_types import kind, small_model
 from models import CPU
@@ -80,6 +81,25 @@ class Row:
     def is_ours(self) -> bool:
         """Whether every product with a weight, every attention and all experts of its step are ops of ours besides."""
         return self.is_fast and not self.left
+
+
+def over_types(usual: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a test every causal-LM type as ``model_type``; all but ``usual`` with --full."""
+    types = dict.fromkeys((*usual, *causal_lm_types.types()))
+    marks = {each: () if each in usual else pytest.mark.full for each in types}
+    return pytest.mark.parametrize("model_type", [pytest.param(each, marks=marks[each]) for each in types])
+
+
+def pair_or_skip(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return a small model of a type, stock and patched; skip the test if there is none."""
+    try:
+        stock = small_model(model_type)
+    except Exception as error:  # a type of a new release may fail in any way
+        pytest.skip(f"{model_type} has no small model: {error}")
+    try:
+        return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    except UnsupportedModelError as error:
+        pytest.skip(f"{model_type} is not patched: {error}")
 
 
 def row(model_type: str, device: torch.device = CPU) -> Row:

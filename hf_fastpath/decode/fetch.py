@@ -10,9 +10,9 @@ edited that is still being read.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..compat import below_autograd
 from ..reasons import Cause
 from . import page_lock
 from .graph import random_numbers_in_turn
-from .named_calls import HeadNorms, Norm, Register, by_name
+from .named_calls import Register, by_name, tensors_in, with_tensors
 from .program import Program
 from .structure import ModelPart
 
@@ -132,6 +132,38 @@ def await_copies(copies: _Copies, number: int) -> None:
     copies.ring.wait(copies.loads[number].arrived)
 
 
+class KeptCopies:
+    """Copies of a model's small tensors on other devices than the tensors', made anew by :meth:`renew`."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return the copy on a device; the first time it holds no data yet."""
+        key = id(tensor), device
+        if key not in self._pairs:  # the tensor is kept, so that no other gets its id
+            with torch.inference_mode(False):
+                self._pairs[key] = tensor, torch.empty_like(tensor, device=device, requires_grad=False)
+        return self._pairs[key][1]
+
+    def renew(self) -> None:
+        """Copy the tensors as they are now."""
+        for pair in self._pairs.values():
+            for source, copy in by_pages(*pair):
+                copy.copy_(source.detach())
+
+
+def by_pages(tensor: torch.Tensor, copy: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a tensor and its copy in parts, if the tensor is a part of another in host memory: one that lies on pages
+    of which some are locked and some are not cannot be copied at once."""
+    is_part = tensor.device.type == "cpu" and tensor.nbytes < tensor.untyped_storage().nbytes()
+    if not is_part or not tensor.is_contiguous():
+        return [(tensor, copy)]
+    borders = [each - tensor.data_ptr() for each in page_lock.whole_pages(tensor)]
+    pair = (each.detach().reshape(-1).view(torch.uint8).tensor_split(borders) for each in (tensor, copy))
+    return [parts for parts in zip(*pair) if parts[0].numel()]
+
+
 class Fetching(Program):
     """A list of calls on one GPU, some of which read weights in host memory.
 
@@ -150,7 +182,7 @@ class Fetching(Program):
         sizes = [sum(_room(each) + _ALIGNMENT for each in group if _passes(each)) for group in part.host_weights]
         tensors = {id(each): each for group in part.host_weights for each in group}.values()
         self._storages = {each.untyped_storage().data_ptr() for each in tensors}
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a tensor -> the tensor, its copy
+        self._kept = KeptCopies()
         self._graph: Any = None
         self.notes = [Cause("over_the_bus", f"{host_bytes(part) / 1e9:.4g} GB a step")]
         pages: list[page_lock.Pages] = []
@@ -179,9 +211,7 @@ class Fetching(Program):
         return out
 
     def renew(self) -> None:
-        for pair in self._kept.values():
-            for source, target in by_pages(*pair):
-                target.copy_(source)
+        self._kept.renew()
 
     def run(self) -> None:
         super().run()
@@ -220,10 +250,7 @@ class Fetching(Program):
 
     def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy of a tensor that stays on the device."""
-        if id(tensor) not in self._kept:
-            with torch.inference_mode(False):
-                self._kept[id(tensor)] = tensor, torch.empty_like(tensor, device=self._device)
-        return self._kept[id(tensor)][1]
+        return self._kept.of(tensor, self._device)
 
     def _load(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Give tensors that a call reads the next place in the ring; return by id where the call finds them."""
@@ -257,17 +284,6 @@ class Fetching(Program):
         return [(target, each if each is inside else self._copy_of(each)) for target, each in parts if each.numel()]
 
 
-def by_pages(tensor: torch.Tensor, copy: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a tensor and its copy in parts, if the tensor is a part of another in host memory: one that lies on pages
-    of which some are locked and some are not cannot be copied at once."""
-    is_part = tensor.device.type == "cpu" and tensor.nbytes < tensor.untyped_storage().nbytes()
-    if not is_part or not tensor.is_contiguous():
-        return [(tensor, copy)]
-    borders = [each - tensor.data_ptr() for each in page_lock.whole_pages(tensor)]
-    pair = (each.detach().reshape(-1).view(torch.uint8).tensor_split(borders) for each in (tensor, copy))
-    return [parts for parts in zip(*pair) if parts[0].numel()]
-
-
 def host_bytes(part: ModelPart) -> int:
     """Return the bytes that a step copies from host memory."""
     return sum(each.nbytes for group in part.host_weights for each in group if _passes(each))
@@ -290,28 +306,3 @@ def _passes(tensor: torch.Tensor) -> bool:
 
 def _room(tensor: torch.Tensor) -> int:
     return -(-page_lock.extent(tensor) // _ALIGNMENT) * _ALIGNMENT
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments: also those in lists and norms."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(each)
-    elif isinstance(value, (Norm, HeadNorms)):
-        for each in fields(value):
-            yield from tensors_in(getattr(value, each.name))
-
-
-def with_tensors(value: Any, here: dict[int, torch.Tensor]) -> Any:
-    """Return arguments with others in the place of the tensors of these ids."""
-    if isinstance(value, torch.Tensor):
-        return here.get(id(value), value)
-    if isinstance(value, dict):
-        return {name: with_tensors(each, here) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(with_tensors(each, here) for each in value)
-    if isinstance(value, (Norm, HeadNorms)):
-        return replace(value, **{each.name: with_tensors(getattr(value, each.name), here) for each in fields(value)})
-    return value

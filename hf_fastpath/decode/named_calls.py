@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -134,6 +134,31 @@ def read_by(call: Call) -> list[Register]:
         elif kind not in _WITHOUT_REGISTERS:
             found += registers_in(value)
     return found
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments: also those in lists and norms."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
+    elif isinstance(value, (Norm, HeadNorms)):
+        for each in fields(value):
+            yield from tensors_in(getattr(value, each.name))
+
+
+def with_tensors(value: Any, here: dict[int, torch.Tensor]) -> Any:
+    """Return arguments with others in the place of the tensors of these ids."""
+    if isinstance(value, torch.Tensor):
+        return here.get(id(value), value)
+    if isinstance(value, dict):
+        return {name: with_tensors(each, here) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(with_tensors(each, here) for each in value)
+    if isinstance(value, (Norm, HeadNorms)):
+        return replace(value, **{each.name: with_tensors(getattr(value, each.name), here) for each in fields(value)})
+    return value
 
 
 @dataclass(frozen=True)

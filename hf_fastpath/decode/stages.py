@@ -11,7 +11,7 @@ import torch
 
 from ..compat import below_autograd
 from ..reasons import Cause
-from .fetch import by_pages, program_of
+from .fetch import KeptCopies, program_of
 from .named_calls import Register, Step, by_name
 from .program import Program
 from .structure import ModelPart
@@ -93,7 +93,7 @@ class Stages(Program):
         self._constants: set[int] = set()
         self._carried: dict[tuple[int, torch.device], Register] = {}
         self._has_stale_constants = True
-        self._copies: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # see copied_here()
+        self._copies = KeptCopies()
         self.move_to(device)
 
     def move_to(self, device: torch.device) -> None:
@@ -109,16 +109,10 @@ class Stages(Program):
         return register
 
     def copied_here(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = id(tensor), self._stages[-1].device
-        if key not in self._copies:
-            with torch.inference_mode(False):
-                self._copies[key] = tensor, torch.empty_like(tensor, device=key[1], requires_grad=False)
-        return self._copies[key][1]
+        return self._copies.of(tensor, self._stages[-1].device)
 
     def renew(self) -> None:
-        for pair in self._copies.values():
-            for source, copy in by_pages(*pair):
-                copy.copy_(source.detach())
+        self._copies.renew()
         self._has_stale_constants = True
         for stage in self._stages:
             stage.program.renew()

@@ -97,7 +97,7 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
     ranks = Ranks(compat.rank_group(model))
     reason = _loop_disabled(options) or (None if no_kernels is None else Cause(no_kernels, module=model))
     families: list[Family] = [] if os.environ.get(RECORD) else [Sharded(each, ranks) for each in architectures()]
-    if compat.is_decoder_alone(model) or compat.is_multimodal(model) or compat.has_encoder(model):
+    if compat.can_generate(model):
         families.append(RecordedOverRanks(model, ranks))
     found = ((each, each.model_part(model)) for each in families)
     family, whole = next((pair for pair in found if pair[1] is not None), (None, None))

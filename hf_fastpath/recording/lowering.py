@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from .. import ops
 from ..choices import Activation, NormKind, Rotation
 from ..decode import composed, many_rows
-from ..decode.named_calls import Call, Emit, Register
+from ..decode.named_calls import Call, Register
 from ..decode.positions import Positions
 from ..ops.gemv import MAX_ROWS
 from ..ops.head_products import MAX_INPUTS
@@ -30,25 +30,25 @@ class Lowering:
     """One walk over a recorded list.
 
     Args:
+        part: the model.
+        program: gets the calls of the plan.
         recording: the list, after its passes.
-        emit: notes a call of the plan.
         given: register -> what the plan has for it.
         caches: the cache of each layer.
-        at: where the new tokens stand.
-        attentions: the attention of each layer, with its ``cache_shape``.
+        at: of each device, where the new tokens stand.
     """
 
     def __init__(
         self,
+        part: Any,
+        program: Any,
         recording: Recording,
-        emit: Emit,
         given: Mapping[int, Any],
         caches: list[KVCache],
-        at: Positions,
-        attentions: Sequence[Any],
+        at: Mapping[torch.device, Positions],
     ):
-        self._recording, self._emit, self._caches, self._at = recording, emit, caches, at
-        self._attentions = attentions
+        self._recording, self._emit, self._caches = recording, program.emit, caches
+        self._at, self._attentions = at[part.devices[0]], [layer.attention for layer in part.layers]
         self._values: dict[int, Any] = dict(given)
         self._pending: dict[int, tuple[Any, Any]] = {}  # layer -> keys and values that are not in its cache yet
         self._quantized = QuantizedWeights(recording)

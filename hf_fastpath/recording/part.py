@@ -53,6 +53,7 @@ class RecordedPart:
     is_cast_down = False
     is_recorded = True
     is_placed = False  # see .placed_part
+    lowering = Lowering
     ranks: Ranks | None = None  # see .spread_part
     host_weights: Sequence[list[torch.Tensor]] = ()  # see .placed_part
     sources: Sequence[tuple[int, int]] = ()
@@ -129,28 +130,14 @@ class RecordedPart:
     ) -> Any:
         """Emit the step, ``at`` being of each device; return what stands for the logits [batch, query_len, vocab]."""
         recording, encoded = self.recording(*positions.shape), at[self.devices[0]].encoded
-        shared = {each.register.index: program.shared(table, True) for each, table in zip(recording.biases, biases)}
-        given = shared | {recording.tokens.index: program.shared(tokens)}
-        given[recording.positions.index] = program.shared(positions)
+        tables = zip(recording.biases, biases, strict=True)
+        given = {each.register.index: program.shared(table, True) for each, table in tables}
+        given |= {recording.tokens.index: program.shared(tokens), recording.positions.index: program.shared(positions)}
         for registers, tensors in zip(recording.states, states):
             given |= {register.index: tensor for register, tensor in zip(registers, tensors, strict=True)}
         if encoded is not None and len(encoded.caches) != len(recording.encoded):
             raise Unrecordable("layers that keep nothing of what the encoder has read")
-        return self._lowering(program, recording, given, caches, at).run()
-
-    def _lowering(
-        self,
-        program: Program,
-        recording: Recording,
-        given: dict[int, Any],
-        caches: list[KVCache],
-        at: Mapping[torch.device, Positions],
-    ) -> Lowering:
-        return Lowering(recording, program.emit, given, caches, at[self.devices[0]], self._cached_attentions)
-
-    @property
-    def _cached_attentions(self) -> list[RecordedAttention | None]:
-        return [layer.attention for layer in self.layers]
+        return self.lowering(self, program, recording, given, caches, at).run()
 
     # ---- roles ------------------------------------------------------------------------------------------------
 

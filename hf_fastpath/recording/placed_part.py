@@ -16,12 +16,9 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.fetch import tensors_in, with_tensors
-from ..decode.named_calls import Call, Register, by_name, read_by
+from ..decode.named_calls import Call, Register, by_name, read_by, tensors_in, with_tensors
 from ..decode.offloaded import Waiting, in_whole, local_model
-from ..decode.positions import Positions
 from ..decode.program import Program
-from ..ops.kv_cache import KVCache
 from . import marks
 from .family import Recorded
 from .local_part import LocalRecordedPart
@@ -125,10 +122,60 @@ class Placement:
         return there
 
 
+class _There:
+    """A program whose calls read on the device where they run.
+
+    Args:
+        part: the model.
+        program: gets the calls.
+        given: what the plan has for registers; tensors among it are where the calls are that read them.
+    """
+
+    def __init__(self, part: PlacedPart, program: Program, given: Iterable[Any]):
+        self._part, self._program, self._device = part, program, part.home
+        self._given = set(map(id, given))
+
+    def move_to(self, device: torch.device) -> None:
+        """Let the calls to come run on a device."""
+        self._device = device
+        self._program.move_to(device)
+
+    def emit(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
+        arguments = by_name(op, positional, named)
+        copies = {id(each): self._program.copied_here(each) for each in self._elsewhere(arguments)}
+        arguments = with_tensors(arguments, copies) if copies else arguments
+        devices = {name: self._device for name, each in arguments.items() if self._is_home(each)}
+        return self._program.emit(op, **arguments | devices)
+
+    def _elsewhere(self, arguments: dict[str, Any]) -> Iterator[torch.Tensor]:
+        for tensor in tensors_in(arguments):
+            if id(tensor) not in self._given and self._part.read_at(tensor) not in (None, self._device):
+                yield tensor
+
+    def _is_home(self, value: Any) -> bool:
+        """Whether an argument is the device on which all was recorded."""
+        home = self._part.home
+        return isinstance(value, torch.device) and value.type == home.type and value.index in (None, home.index)
+
+
+class PlacedLowering(Lowering):
+    """A walk over a recorded list that goes from device to device."""
+
+    def __init__(self, part: PlacedPart, program: Program, recording: Recording, given: Mapping[int, Any], caches, at):
+        self._there = _There(part, program, given.values())
+        super().__init__(part, self._there, recording, given, caches, at)
+        self._everywhere, self._places = at, part.placement(recording).calls
+
+    def _come_to(self, place: int) -> None:
+        self._there.move_to(self._places[place])
+        self._at = self._everywhere[self._places[place]]
+
+
 class PlacedPart(LocalRecordedPart):
     """A recorded model that accelerate has placed."""
 
     is_placed = True
+    lowering = PlacedLowering
 
     def __init__(self, architecture: Recorded, whole: nn.Module):
         super().__init__(architecture, whole, local_model(whole))
@@ -235,82 +282,6 @@ class PlacedPart(LocalRecordedPart):
     def _table_reason(self) -> str | None:
         tables = (each for each in self.module.modules() if isinstance(each, nn.Embedding))
         return self._waiting.table_reason(each for each in tables if each.weight.untyped_storage()._cdata in self._read)
-
-    # ---- the step -----------------------------------------------------------------------------------------------
-
-    def _lowering(
-        self,
-        program: Program,
-        recording: Recording,
-        given: dict[int, Any],
-        caches: list[KVCache],
-        at: Mapping[torch.device, Positions],
-    ) -> Lowering:
-        return PlacedLowering(self, program, recording, given, caches, at, self._cached_attentions)
-
-
-class PlacedLowering(Lowering):
-    """A walk over a recorded list that goes from device to device.
-
-    Args:
-        part: the model.
-        program: gets the calls.
-        at: where the new tokens stand, for each device.
-    """
-
-    def __init__(
-        self,
-        part: PlacedPart,
-        program: Program,
-        recording: Recording,
-        given: Mapping[int, Any],
-        caches: list[KVCache],
-        at: Mapping[torch.device, Positions],
-        attentions: list[Any],
-    ):
-        self._emit_there = _Emit(part, program, given.values())
-        super().__init__(recording, self._emit_there, given, caches, at[part.home], attentions)
-        self._everywhere, self._places = at, part.placement(recording).calls
-
-    def _come_to(self, place: int) -> None:
-        self._emit_there.move_to(self._places[place])
-        self._at = self._everywhere[self._places[place]]
-
-
-class _Emit:
-    """Notes calls of a program, each with what it reads on the device where it runs.
-
-    Args:
-        part: the model.
-        program: gets the calls.
-        given: what the plan has for registers; tensors among it are where the calls are that read them.
-    """
-
-    def __init__(self, part: PlacedPart, program: Program, given: Iterable[Any]):
-        self._part, self._program, self._there = part, program, part.home
-        self._given = set(map(id, given))
-
-    def move_to(self, device: torch.device) -> None:
-        """Let the calls to come run on a device."""
-        self._there = device
-        self._program.move_to(device)
-
-    def __call__(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
-        arguments = by_name(op, positional, named)
-        copies = {id(each): self._program.copied_here(each) for each in self._elsewhere(arguments)}
-        arguments = with_tensors(arguments, copies) if copies else arguments
-        devices = {name: self._there for name, each in arguments.items() if self._is_home(each)}
-        return self._program.emit(op, **arguments | devices)
-
-    def _elsewhere(self, arguments: dict[str, Any]) -> Iterator[torch.Tensor]:
-        for tensor in tensors_in(arguments):
-            if id(tensor) not in self._given and self._part.read_at(tensor) not in (None, self._there):
-                yield tensor
-
-    def _is_home(self, value: Any) -> bool:
-        """Whether an argument is the device on which all was recorded."""
-        home = self._part.home
-        return isinstance(value, torch.device) and value.type == home.type and value.index in (None, home.index)
 
 
 class RecordedAlone(Recorded):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..decode.named_calls import Call
+from ..decode.named_calls import Call, tensors_in
 from ..decode.steps import joined, packed
 from ..quantization.linear import PackedLinear
 from . import marks
@@ -47,17 +47,9 @@ class QuantizedWeights:
         Raises:
             Unrecordable: it does.
         """
-        if call.op not in _OF_PRODUCTS and any(each in self for each in _tensors_in(call.arguments.values())):
+        if call.op not in _OF_PRODUCTS and any(each in self for each in tensors_in(call.arguments)):
             raise Unrecordable("a quantized weight that is read otherwise than by a product")
 
 
 def _memory(matrix: torch.Tensor) -> int:
     return matrix.untyped_storage()._cdata
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)

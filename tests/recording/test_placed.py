@@ -10,11 +10,10 @@ import pytest
 import torch
 from models import CPU, SHORT, counting, require_native
 from parity import assert_same_tokens, both
-from recorded_types import TABLES
+from recorded_types import TABLES, over_types, pair_or_skip
 
 import hf_fastpath
-from hf_fastpath import UnsupportedModelError
-from hf_fastpath.decode.fetch import tensors_in
+from hf_fastpath.decode.named_calls import tensors_in
 from hf_fastpath.decode.stages import Stages
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import placed_part
@@ -58,22 +57,9 @@ def padded() -> dict[str, torch.Tensor]:
     return dict(input_ids=causal_lm_types.prompt(3, 11, seed=3), attention_mask=mask)
 
 
-def over_types(function):
-    types = dict.fromkeys((*_USUAL, *causal_lm_types.types()))
-    marks = {each: () if each in _USUAL else pytest.mark.full for each in types}
-    return pytest.mark.parametrize("model_type", [pytest.param(each, marks=marks[each]) for each in types])(function)
-
-
 def patched(model_type: str):
-    """Return a small model, stock and patched."""
-    try:
-        stock = causal_lm_types.small_model(model_type)
-    except Exception as error:  # a type of a new release may fail in any way
-        pytest.skip(f"{model_type} has no small model: {error}")
-    try:
-        ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-    except UnsupportedModelError as error:
-        pytest.skip(f"{model_type} is not patched: {error}")
+    """Return a small model, stock and patched; skip the test if its step is not recorded."""
+    stock, ours = pair_or_skip(model_type)
     if hf_fastpath.report(ours).architecture != "recorded":
         pytest.skip(f"{model_type} has an architecture file")
     return stock, ours
@@ -93,7 +79,7 @@ def assert_placed(model) -> None:
                         assert part.read_at(tensor) == stage.device, call
 
 
-@over_types
+@over_types(_USUAL)
 def test_a_step_moves_from_device_to_device(apart, model_type):
     stock, ours = patched(model_type)
     cases = (dict(input_ids=causal_lm_types.prompt(1, 11, seed=1)), SHORT), (padded(), SHORT)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import causal_lm_types
 import pytest
 import torch
 from models import CPU, Tokens, require_native
+from recorded_types import over_types, pair_or_skip
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -27,8 +27,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-import hf_fastpath
-from hf_fastpath import UnsupportedModelError
 from hf_fastpath.compat import CACHE
 
 GREEDY = dict(max_new_tokens=8, do_sample=False)
@@ -323,20 +321,7 @@ CHANGES = (
 def pair(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Stock and patched, made once."""
     require_native(CPU)
-    try:
-        stock = causal_lm_types.small_model(model_type)
-    except Exception as error:  # a type of a new release may fail in any way
-        pytest.skip(f"{model_type} has no small model: {error}")
-    try:
-        return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-    except UnsupportedModelError as error:
-        pytest.skip(f"{model_type} is not patched: {error}")
-
-
-def over_types(function: Callable[..., None]) -> Callable[..., None]:
-    types = dict.fromkeys((*_USUAL, *causal_lm_types.types()))
-    marks = {each: () if each in _USUAL else pytest.mark.full for each in types}
-    return pytest.mark.parametrize("model_type", [pytest.param(each, marks=marks[each]) for each in types])(function)
+    return pair_or_skip(model_type)
 
 
 def assert_same(way: Way, ours: PreTrainedModel, stock: PreTrainedModel) -> bool:
@@ -353,7 +338,7 @@ def assert_same(way: Way, ours: PreTrainedModel, stock: PreTrainedModel) -> bool
     return True
 
 
-@over_types
+@over_types(_USUAL)
 def test_every_way_gives_what_stock_gives(model_type):
     stock, ours = pair(model_type)
     refused = set()
@@ -367,7 +352,7 @@ def test_every_way_gives_what_stock_gives(model_type):
     assert model_type not in _USUAL or refused == REFUSED.get(model_type, set())
 
 
-@over_types
+@over_types(_USUAL)
 def test_every_change_takes_effect(model_type):
     for change in CHANGES:
         stock, ours = (copy.deepcopy(each) for each in pair(model_type))
