@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register, bound
+from ...decode.named_calls import Call, Register, bound, tensors_in
 from ..recording import Recording, read_by, registers_in
 from .lengths import follows_length
 
@@ -82,8 +82,7 @@ def _beside(value: Any, device: torch.device, own: set[int]) -> Any:
 
 def _holds(own: set[int], call: Call) -> bool:
     """Whether a call holds a tensor of the model's, or what stands for a quantized one."""
-    tensors = (each for each in call.arguments.values() if isinstance(each, torch.Tensor))
-    return any(each.is_meta or each.untyped_storage()._cdata in own for each in tensors)
+    return any(each.is_meta or each.untyped_storage()._cdata in own for each in tensors_in(call.arguments))
 
 
 def no_change(recording: Recording, model: nn.Module) -> None:
