@@ -8,6 +8,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 from . import ops
@@ -32,6 +35,23 @@ _PUBLIC = {
 
 __all__ = ["__version__", "ops", *_PUBLIC]
 
+
+
+def _find_patches_of_a_clone() -> None:
+    """Make ``hf_fastpath.patches`` of the folder beside this package, which is where a clone has it.
+
+    Python that is started at the root of a clone finds this package there, whatever is installed.
+    """
+    name, folder = f"{__name__}.patches", Path(__file__).resolve().parents[1] / "patches"
+    if Path(__file__).with_name("patches").is_dir() or not (folder / "__init__.py").is_file():
+        return
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    globals()["patches"] = sys.modules[name] = module
+
+
+_find_patches_of_a_clone()
 loader.load_existing()
 
 
