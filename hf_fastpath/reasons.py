@@ -47,6 +47,11 @@ REASONS: dict[str, Reason] = {
         "no architecture file covers the model, and its own forward could not be written down as a list of calls",
         "nothing to set: it belongs to the model's code, at the line that is named",
     ),
+    "changing_values": Reason(
+        "a Python value that the model's forward reads is another one in every call: a step is recorded of each, and "
+        "eight are kept",
+        "set the value that is named to one of a few, or make it a tensor that is edited in place",
+    ),
     "not_proven": Reason(
         "the step that was recorded from the model's own forward gives other logits than the model on its first tokens",
         "report it, with the model's name: a recorded step should give them",
@@ -111,6 +116,14 @@ REASONS: dict[str, Reason] = {
     "autocast": Reason(
         "autocast is active, and would change the types that the kernels see",
         "load the model in half precision, without autocast (in a trainer's arguments: bf16=False)",
+    ),
+    "torch_mode": Reason(
+        "a TorchFunctionMode or TorchDispatchMode is active, which sees or changes PyTorch's calls one by one",
+        "call generate() outside of the `with` block of the mode that is named",
+    ),
+    "replaced_function": Reason(
+        "other code has replaced a function of PyTorch's that the model or generate() calls",
+        "put PyTorch's function back, or leave out what replaces it",
     ),
     "compiling": Reason("torch.compile is tracing: it gets the stock code", "do not compile a patched model"),
     "device": Reason(

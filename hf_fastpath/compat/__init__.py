@@ -34,6 +34,8 @@ from .code import (
     is_run_elsewhere,
     is_wrapped_by,
     name_of,
+    names_read,
+    names_written,
     run_under_autocast,
 )
 from .drafts import (
@@ -74,6 +76,7 @@ from .generation import (
     GenerationConfig,
     GenerationMixin,
     MaxLengthCriteria,
+    Tokenizer,
     following_logits,
     inputs_behind,
     is_assisted_mode,
@@ -177,4 +180,5 @@ from .seams import (
     with_stacks,
     without_modes,
 )
+from .torch_state import foreign_mode, replaced_function, without_foreign_modes
 from .versions import TESTED_TRANSFORMERS, transformers_version

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import threading
+import types
 from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -118,6 +120,48 @@ def functions_of_configs(configs: Iterable[Any]) -> list[Any]:
         found.append(ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None)))
         found.append(ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None)))
     return found
+
+
+#: id of code -> the code, names that it reads, and attributes that it writes
+_names: dict[int, tuple[types.CodeType, frozenset[str], frozenset[str]]] = {}
+
+
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that code reads, those in its strings among them, and the attributes that it writes."""
+    if id(code) not in _names:
+        read, written = set(), set()
+        for each in dis.get_instructions(code):
+            if each.opcode in dis.hasname and isinstance(each.argval, str):
+                (written if each.opname in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL") else read).add(each.argval)
+        constants = list(code.co_consts)
+        while constants:
+            each = constants.pop()
+            if isinstance(each, str):
+                read.add(each)
+            elif isinstance(each, (tuple, frozenset)):
+                constants += each
+            elif isinstance(each, types.CodeType):
+                inner_read, inner_written = _names_in(each)
+                read |= inner_read
+                written |= inner_written
+        _names[id(code)] = code, frozenset(read), frozenset(written)
+    return _names[id(code)][1:]
+
+
+def names_read(code: types.CodeType) -> frozenset[str]:
+    """Return the names that code reads: of globals and attributes, and in its strings."""
+    return _names_in(code)[0]
+
+
+def names_written(cls: type) -> frozenset[str]:
+    """Return the attributes that methods of a class write, other than ``__init__``."""
+    found: set[str] = set()
+    for name, value in vars(cls).items():
+        function = getattr(value, "__func__", getattr(value, "fget", value))
+        code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+        if code is not None and name != "__init__":
+            found |= _names_in(code)[1]
+    return frozenset(found)
 
 
 #: attributes in which a module may keep the forward that computes

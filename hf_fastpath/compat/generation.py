@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase as Tokenizer
 
 from .caches import _OLD_CACHE, CACHE
 from .code import is_known_code, name_of
@@ -36,6 +37,7 @@ __all__ = [
     "GenerationConfig",
     "GenerationMixin",
     "MaxLengthCriteria",
+    "Tokenizer",
 ]
 
 

@@ -56,7 +56,7 @@ def decode(
     **model_kwargs: Any,
 ) -> Any:
     """Do what ``GenerationMixin._assisted_decoding`` does, with its arguments, while a patched model is alive."""
-    part = state.plans.part_of(model)
+    part = state.plans.part_in_call(model, generation_config, is_last=True)
     reason = why_no_drafts(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     generator, ranks = None, None if part is None else part.ranks
     if reason is None and ranks is not None and runs_users_code(logits_processor, stopping_criteria, streamer):

@@ -33,7 +33,7 @@ def search(
 ) -> Any:
     """Do what ``GenerationMixin._beam_search`` does, with its arguments, while a patched model is alive."""
     given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus
-    part = state.plans.part_of(model)
+    part = state.plans.part_in_call(model, generation_config, is_last=True)
     if part is None or not takes(part):  # prepare_cache() has counted the call
         return original(model, *given, **model_kwargs)
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)

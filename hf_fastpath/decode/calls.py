@@ -13,7 +13,7 @@ import torch
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
-from .eligibility import model_reason
+from .eligibility import model_reason, torch_reason
 from .multimodal import Behind
 from .patched import STATE_KEY, Patched
 from .ranks import Ranks
@@ -105,7 +105,8 @@ class Watch:
         """Whether the model differs from what it was. Once stock code has taken over, which sees all, this is False."""
         if self.part is None:
             return False
-        return not self._snapshot.holds() or torch.is_autocast_enabled(device.type)
+        is_other = not self._snapshot.holds() or torch.is_autocast_enabled(device.type)
+        return is_other or torch_reason(self._model) is not None
 
     def look_again(self, input_ids: torch.Tensor, cache: FastpathCache) -> None:
         """Take on the model as it is now; a reason for stock code is counted.

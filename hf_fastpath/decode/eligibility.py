@@ -127,11 +127,21 @@ def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor
         return Cause("autocast", f"torch.autocast({input_ids.device.type!r})")
     if torch.compiler.is_compiling():
         return "compiling"
+    if (reason := torch_reason(state.model)) is not None:
+        return reason
     reason = state.plans.reason_of(part) or _cache_reason(part, cache, input_ids)
     reason = reason or part.proof_reason(state.plans, len(input_ids))
     if reason is None and (batch := input_ids.shape[0]) > part.max_batch:
         return Cause("batch_size", f"{batch} sequences, {part.max_batch} at most where MLPs are mixtures")
     return reason
+
+
+def torch_reason(model: nn.Module) -> Cause | None:
+    """Return why PyTorch's calls of a model are not what they were when ours were compared with them, or None."""
+    if (mode := compat.foreign_mode()) is not None:
+        return Cause("torch_mode", mode)
+    function = compat.replaced_function(model)
+    return None if function is None else Cause("replaced_function", function)
 
 
 def _arguments_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict) -> str | None:

@@ -61,7 +61,7 @@ def sample(
     """Do what ``GenerationMixin._sample`` does, with its arguments, while a patched model is alive."""
     state.stats.new_call()
     given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
-    part = state.plans.part_of(model)
+    part = state.plans.part_in_call(model, generation_config, is_last=True)
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if part is not None and part.ranks is not None:
         reason = part.ranks.agreed(reason, input_ids.device) or part.reason_of_ranks(state.plans, len(input_ids))

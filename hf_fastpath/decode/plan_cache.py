@@ -11,15 +11,18 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from ..cache.fastpath_cache import FastpathCache
+from ..reasons import Cause
 from . import structure
 from .draft_plan import WIDTHS, DraftPlan
 from .plan import DecodePlan
-from .snapshot import Snapshot
+from .snapshot import Snapshot, walk_of
 
 #: decode plans kept for one model; they differ in batch size, KV type and the way to choose tokens
 MAX_PLANS = 4
 #: plans that verify drafts: all widths for two KV types
 MAX_DRAFT_PLANS = 2 * len(WIDTHS)
+#: recordings of one model that are kept, each of other Python values that it was made with
+MAX_RECORDINGS = 8
 #: calls of generate() that our loops serve at once: each has plans of its own, which take tens of megabytes on a GPU
 MAX_CALLS = 4
 
@@ -49,7 +52,8 @@ class PlanCache:
     Attributes:
         family: gives the model in its roles, or None if only modules are patched.
         running: the places that :meth:`place` has given to calls of our loops.
-        snapshot: the model as it was when a plan could last be made of it.
+        snapshot: the model as it was when it was last looked at closely: when a plan could be made of it or, of a
+            recorded model, also when there was a reason against that.
         lock: guards plans and places; it is held only for a moment.
     """
 
@@ -57,6 +61,9 @@ class PlanCache:
         self.family: Family | None = None
         self.snapshot: Snapshot | None = None
         self._waiting: list[DecodePlan] = []
+        self._kept: list[Snapshot] = []  # of recorded models, the last used one first
+        self._misses = 0  # recordings that were made one after the other, with no call in between that one served
+        self._call: tuple[Any, structure.ModelPart | None] | None = None  # see part_in_call()
         self.forget_other_threads()
 
     def forget_other_threads(self) -> None:
@@ -73,7 +80,9 @@ class PlanCache:
     def clear(self) -> None:
         """Forget all plans and programs."""
         self._waiting.clear()
-        self.snapshot = None
+        self._kept.clear()
+        self.snapshot = self._call = None
+        self._misses = 0
 
     @contextmanager
     def place(self) -> Iterator[bool]:
@@ -120,10 +129,16 @@ class PlanCache:
         with self.lock:
             waiting = [plan for plan in self._waiting if plan.fingerprint == fingerprint]
             found = next((plan for plan in waiting if type(plan) is kind and fits(plan)), None)
-            self._waiting = [plan for plan in waiting if plan is not found]
+            self._drop_plans(fingerprint, taken=found)
         taken = make() if found is None else found
         taken.on_end = self._take_back
         return taken
+
+    def _drop_plans(self, fingerprint: tuple, taken: DecodePlan | None = None) -> None:
+        """Keep the waiting plans of the model as it is, but the one that is taken, and those of recordings that are
+        kept; what other plans hold of the host's memory is needed now."""
+        fingerprints = {fingerprint, *(each.fingerprint for each in self._kept if not each.part.sources)}
+        self._waiting = [plan for plan in self._waiting if plan.fingerprint in fingerprints and plan is not taken]
 
     def _take_back(self, plan: DecodePlan) -> None:
         """Put a plan in front of those that wait; of each kind, only the newest stay."""
@@ -138,22 +153,77 @@ class PlanCache:
         """Return ``model`` in its roles as it is now, or None if it is of no family."""
         snapshot = self.snapshot
         if snapshot is not None and snapshot.part.source is model and snapshot.holds():
+            self._misses = 0
+            snapshot.part.look_again()
             return snapshot.part
         self.snapshot = None
-        return None if self.family is None else self.family.model_part(model)
+        if self.family is None:
+            return None
+        made = self.family.model_part(model)
+        found = self._kept_like(made, snapshot)
+        if found is None:
+            return made
+        self._misses, self.snapshot = 0, found
+        found.part.look_again()
+        return found.part
+
+    def part_in_call(self, model: nn.Module, call: Any, is_last: bool = False) -> structure.ModelPart | None:
+        """Do as :meth:`part_of`, which looks at the model once in a call of ``generate()``.
+
+        Args:
+            call: the call's own configuration, which no other call has.
+            is_last: whether the call does not ask again.
+        """
+        asked, self._call = self._call, None
+        part = asked[1] if asked is not None and asked[0] is call else self.part_of(model)
+        if not is_last:
+            self._call = call, part
+        return part
+
+    def _kept_like(self, made: structure.ModelPart | None, last: Snapshot | None) -> Snapshot | None:
+        """Return what is known of a model whose values are those that ``made`` has just found, or None.
+
+        Args:
+            last: the snapshot of the model before, which may differ in objects that are equal.
+        """
+        with self.lock:
+            kept = self._kept or [each for each in (last,) if each is not None]
+        if made is None or not kept:
+            return None
+        walk = walk_of(made)
+        for snapshot in kept:
+            if snapshot.part.source is made.source and not snapshot.what_differs(walk):
+                snapshot.renew(walk)
+                with self.lock:
+                    self._kept = [each for each in self._kept if each is not snapshot]
+                    if snapshot.part.is_recorded:
+                        self._kept.insert(0, snapshot)
+                return snapshot
+        return None
 
     def reason_of(self, part: structure.ModelPart) -> str | None:
-        """Return ``part.reason()`` for a part of the model as it is now. Without a reason, :meth:`part_of` gives the
-        same part as long as the model stays so."""
-        if self._snapshot_with(part) is not None:
-            return None
+        """Return ``part.reason()`` for a part of the model as it is now. Without a reason or if it is recorded,
+        :meth:`part_of` gives the same part as long as the model stays so."""
+        if (snapshot := self._snapshot_with(part)) is not None:
+            return snapshot.reason
+        if part.is_recorded and self._misses >= MAX_RECORDINGS:
+            return self._changing(part)
         reason = part.reason()
-        if reason is None:
-            made = Snapshot(part)
-            with self.lock:  # what plans of the model as it was hold of the host's memory is needed now
-                self._waiting = [plan for plan in self._waiting if plan.fingerprint == made.fingerprint]
+        if reason is None or (part.is_recorded and not part.is_passing):
+            made = Snapshot(part, reason)
+            with self.lock:
+                if part.is_recorded:  # of weights that are gone nothing is kept
+                    kept = [each for each in self._kept if each.part.source is part.source]
+                    self._kept = [made, *(each for each in kept if each.tensors <= made.tensors)][:MAX_RECORDINGS]
+                self._drop_plans(made.fingerprint)
             self.snapshot = made
+            self._misses += 1
         return reason
+
+    def _changing(self, part: structure.ModelPart) -> Cause:
+        """Return a reason for a model whose Python values are others in every call."""
+        found = self._kept[0].what_differs(walk_of(part)) if self._kept else []
+        return Cause("changing_values", ", ".join(found[:3]), part.source)
 
     def _snapshot_with(self, part: structure.ModelPart) -> Snapshot | None:
         snapshot = self.snapshot  # another thread may replace it at any time

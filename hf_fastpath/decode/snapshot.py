@@ -6,107 +6,101 @@ record. To ask every module takes milliseconds; to see that all modules hold wha
 
 from __future__ import annotations
 
-import copy
 import sys
-import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import cached_property
-from itertools import chain
-from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
-
-import torch
-from torch import nn
 
 from .. import compat
 from . import structure
+from .python_state import Walk, Watch
 
-#: dicts of a module that hold what the module is made of
-_CONTENTS = itemgetter("_modules", "_parameters", "_buffers")
-#: attributes of every module of which all but one are bookkeeping, what forwards write by themselves, and the defaults
-#: of ``generate()``, which come with each call
-_BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | compat.FORWARD_NOTES | {compat.GENERATION_DEFAULTS}
-_FACTS = methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype")
-#: stands for any parameter on "meta" whose hook brings another tensor: the hook puts a new one there at every call
-_ON_META = object()
+_ABSENT = object()
+
+
+def _facts_of(part: structure.ModelPart) -> tuple:
+    """Return what the angles of positions depend on, and what stands behind parameters on "meta"."""
+    try:
+        rotary = part.rotary
+    except AttributeError:  # another module is where the decoder was
+        rotary = None
+    return (None if rotary is None else structure.angle_facts(rotary), *part.sources)
+
+
+def walk_of(part: structure.ModelPart) -> Walk:
+    """Go through all that a step of a model depends on."""
+    model = part.source
+    device = next((each.device.type for each in model.parameters() if not each.is_meta), "cpu")
+    walk = Walk(are_brought=bool(part.sources), host_numbers=device != "cpu")
+    walk.enter(model)
+    walk.classes()
+    walk.values["angles"] = _facts_of(part)
+    configs = walk.configs()
+    walk.identities("functions of the configuration", lambda: compat.functions_of_configs(configs))
+    if not part.is_recorded:
+        space = vars(sys.modules[part.architecture.module])
+        walk.namespaces.append(space)
+        walk.values |= {f"{part.architecture.module}.{name}": ("is", id(value)) for name, value in space.items()}
+    return walk
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return where values of two walks differ."""
+    if before == now:
+        return []
+    return [where for where in {**before, **now} if before.get(where, _ABSENT) != now.get(where, _ABSENT)]
 
 
 class Snapshot:
     """What :meth:`ModelPart.reason` and :func:`structure.fingerprint` depend on, as it was at one time.
 
-    Everything that a module holds is known by its identity, so that a replaced module, parameter, hook, method, class
-    or setting is noticed. Of parameters the snapshot also knows where their data are, and of configurations the values.
-    Modules and tensors are not kept alive.
+    Everything that a module holds is known by its identity and, where Python can change it in place, by its value, so
+    that a replaced module, parameter, hook, method, class or setting is noticed, and an entry of a list that is another
+    one. Of tensors the snapshot also knows where their data are.
 
     Args:
-        part: a model without a reason against a decode plan.
+        part: a model.
+        reason: against a decode plan of the model, or None.
 
     Attributes:
+        part, reason: see above.
+        tensors: ids of all tensors that modules hold.
         prompt_programs: the programs that ``prompt.read`` keeps while the model is as it was.
     """
 
-    def __init__(self, part: structure.ModelPart):
-        self.part = part
+    def __init__(self, part: structure.ModelPart, reason: str | None = None):
+        self.part, self.reason = part, reason
         self.prompt_programs: dict[tuple, Any] = {}
-        self._is_brought = bool(part.sources)
-        modules = list(part.source.modules())
-        self._attributes = [itemgetter("_modules", *(vars(module).keys() - _BOOKKEEPING)) for module in modules]
-        known = nn.Module.__mro__
-        classes = {base: None for module in modules for base in type(module).__mro__ if base not in known}
-        self._namespaces = [*map(vars, classes), vars(sys.modules[part.architecture.module])]
-        configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
-        self._configs = [(each, copy.deepcopy(compat.config_entries(each))) for each in configs.values()]
-        values = self._values(modules)
-        self._ids = list(map(id, values))
-        # An identity is certain only while its object lives: modules and tensors are held weakly, all else is kept.
-        tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
-        self._modules, self._tensors = (list(map(weakref.ref, things)) for things in (modules, tensors.values()))
-        self._kept = [value for value in values if not isinstance(value, (nn.Module, torch.Tensor))]
-        self._facts = self._facts_of(tensors.values())
+        self._restless: set[int] = set()
+        self._take(walk_of(part))
+        self._values: Mapping[str, Any] = self._walk.values if part.held is None else part.held
+
+    def _take(self, walk: Walk) -> None:
+        """Know the model by the identities of all that a walk has met."""
+        self._walk, self._watch = walk, Watch(walk, lambda: _facts_of(self.part), self._restless)
+        self.tensors = frozenset(walk.tensors)
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
-        modules, tensors = ([reference() for reference in each] for each in (self._modules, self._tensors))
-        if any(thing is None for thing in (*modules, *tensors)):
-            return False
-        if any(compat.config_entries(config) != values for config, values in self._configs):
-            return False
-        try:
-            return list(map(id, self._values(modules))) == self._ids and self._facts_of(tensors) == self._facts
-        except KeyError:  # a module has lost an attribute
-            return False
+        """Whether everything is as it was, for certain."""
+        return self._watch.holds() and (self.part.code is None or self.part.code.holds())
+
+    def what_differs(self, walk: Walk) -> list[str]:
+        """Return where values differ from what they were; nothing if only objects were replaced by equal ones.
+
+        Args:
+            walk: through the model as it is now.
+        """
+        found, code = differences(self._values, walk.values), self.part.code
+        return found if code is None else [*code.that_matter(found, walk.modules), *code.what_differs()]
+
+    def renew(self, walk: Walk) -> None:
+        """Know the model by the objects that it holds now, whose values are what they were."""
+        self._restless |= set(self._watch.restless())
+        self._take(walk)
+        self.prompt_programs = {}
+        vars(self).pop("fingerprint", None)
 
     @cached_property
     def fingerprint(self) -> tuple:
         """:func:`structure.fingerprint` of the model."""
         return self.part.fingerprint()
-
-    def _values(self, modules: list) -> list:
-        """Return the modules' attributes, their number, what the modules' own dicts hold, the code that runs, and the
-        modules' classes."""
-        spaces = list(map(vars, modules))
-        held = [attributes(space) for attributes, space in zip(self._attributes, spaces)]
-        functions = [
-            *_all_values(self._namespaces),
-            *compat.functions_of_configs(config for config, _ in self._configs),
-        ]
-        # a function that ``kernels`` may replace is a module
-        inner = [vars(function).get("forward") for function in functions if isinstance(function, nn.Module)]
-        inside = _all_values(filter(None, chain.from_iterable(map(_CONTENTS, spaces))))
-        if self._is_brought:
-            inside = (_ON_META if isinstance(each, torch.Tensor) and each.is_meta else each for each in inside)
-        sizes = [len(space) - sum(note in space for note in compat.FORWARD_NOTES) for space in spaces]
-        hooks = chain.from_iterable(map(compat.hooks_with_effect, spaces))
-        return [*chain.from_iterable(held), *sizes, *inside, *hooks, *functions, *inner, *map(type, modules)]
-
-    def _facts_of(self, tensors: Iterable[torch.Tensor]) -> list:
-        """Return where tensors are and of which type, what the angles of positions depend on, and what stands behind
-        parameters on "meta"."""
-        rotary = self.part.rotary
-        angles = None if rotary is None else structure.angle_facts(rotary)
-        local = list(map(compat.local_tensor, tensors))
-        return [*chain.from_iterable(map(fact, local) for fact in _FACTS), angles, *self.part.sources]
-
-
-def _all_values(dicts: Iterable[Any]) -> Iterable[Any]:
-    return chain.from_iterable(map(methodcaller("values"), dicts))

@@ -73,6 +73,14 @@ class ModelPart(Part):
     #: its decoder attends to what an encoder has read
     has_encoder: ClassVar[bool] = False
 
+    #: code that ran when the step was recorded, and the Python values of that time: of recorded models alone
+    code: ClassVar[Any] = None
+    held: ClassVar[Any] = None
+    is_passing: ClassVar[bool] = False
+
+    def look_again(self) -> None:
+        """Note that time has gone by: nothing is kept that would be of the past."""
+
     @property
     def source(self) -> nn.Module:
         """The model that was given to ``patch()``."""

@@ -50,7 +50,9 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
     if reason is None:
         family = _family(model, known, bindings, declined)
         whole = None if family is None else family.model_part(model)
-        reason = _whole_reason(model, whole)
+        if whole is not None and whole.is_recorded and (function := compat.replaced_function(model)) is not None:
+            reason = Cause("replaced_function", function)  # the recording, and the twin, would be of that function
+        reason = reason or _whole_reason(model, whole)
         if whole is not None and whole.is_recorded and reason is not None:
             family = whole = None
         if whole is not None and (whole.is_multimodal or whole.has_encoder):

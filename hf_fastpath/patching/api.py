@@ -91,7 +91,15 @@ def patch_with(
     Args:
         put_weights: puts quantized weights in place, instead of what the options ask for.
     """
-    given, model = model, patched_model(model)
+    with compat.without_foreign_modes():
+        return _patch_alone(model, options, quiet, put_weights)
+
+
+def _patch_alone(
+    given: nn.Module, options: Options, quiet: bool, put_weights: Callable[[PatchState], None] | None
+) -> nn.Module:
+    """Do what :func:`patch_with` does, while no mode of PyTorch's looks on."""
+    model = patched_model(given)
     while not _is_patched(model, options):
         check_whole(given)
         devices = _devices(model)

@@ -7,6 +7,7 @@ the same result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,15 @@ from .. import ops
 from ..cache.fastpath_cache import FastpathCache
 from ..cache.layer import FastpathLayer
 from ..choices import Activation, Approximation
-from ..compat import below_autograd, cache_of, is_sharded, order_offloading, outputs_are_captured, prefetch_waits
+from ..compat import (
+    below_autograd,
+    cache_of,
+    is_sharded,
+    order_offloading,
+    outputs_are_captured,
+    prefetch_waits,
+    replaced_function,
+)
 from ..decode import composed, steps
 from ..decode.attend import Attention, has_tensor_cores
 from ..decode.attention_part import AttentionPart
@@ -192,11 +201,19 @@ def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     patch: ModulePatch | None = vars(self).get(KEY)
     if patch is None or torch.compiler.is_compiling():
         return type(self).forward(self, *args, **kwargs)
+    state, texts = patch.state, patch.state.texts
+    if not state.has_trained and torch.is_grad_enabled():
+        state.has_trained = any(each.requires_grad for each in self.parameters())
     cache = cache_of(dict(zip(patch.argument_names, args[1:]), **kwargs), None)
-    if not isinstance(cache, FastpathCache):
-        return type(self).forward(self, *args, **kwargs)
-    with cache.kept():
-        return type(self).forward(self, *args, **kwargs)
+    before = texts.aside, texts.over_cache
+    function = replaced_function(self)
+    texts.aside = None if function is None else Cause("replaced_function", function)
+    texts.over_cache = isinstance(cache, FastpathCache)
+    try:
+        with cache.kept() if texts.over_cache else nullcontext():
+            return type(self).forward(self, *args, **kwargs)
+    finally:
+        texts.aside, texts.over_cache = before
 
 
 #: kind of a binding -> the forward that replaces stock's

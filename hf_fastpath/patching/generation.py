@@ -32,7 +32,7 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     if state is None or not state.enabled:  # the state is None if another thread has just unpatched the model
         return result
     state.stats.new_call()
-    part = state.plans.part_of(self) if state.loop_reason is None else None
+    part = state.plans.part_in_call(self, generation_config) if state.loop_reason is None else None
     has_encoder = part is not None and part.has_encoder
     by_plans = compat.is_sample_mode(generation_mode) or (compat.is_beam_mode(generation_mode) and beams.takes(part))
     if not (by_plans or (compat.is_assisted_mode(generation_mode) and state.generates)):

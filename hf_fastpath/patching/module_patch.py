@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import is_known_code, is_sharded, name_of
+from ..compat import foreign_mode, is_known_code, is_sharded, name_of
 from ..decode.attention_part import AttentionPart
 from ..decode.layer_part import LayerPart
 from ..decode.parts import FeedForwardPart, HeadPart, NormPart
@@ -41,10 +41,16 @@ class ModulePatch:
         """Return why this call cannot use any op on ``x``; None if it can."""
         if not self.state.enabled:
             return "paused"
+        if (self.state.has_trained or self.part.module.training) and not self.state.texts.over_cache:
+            return "gradient"
         if torch.compiler.is_compiling():
             return "compiling"
         if torch.is_autocast_enabled(x.device.type):
             return Cause("autocast", f"torch.autocast({x.device.type!r})")
+        if (mode := foreign_mode()) is not None:
+            return Cause("torch_mode", mode)
+        if self.state.texts.aside is not None:
+            return self.state.texts.aside
         if x.dtype not in FLOAT_DTYPES:
             return Cause("dtype", f"called with {x.dtype}", self.part.module)
         forward = type(self.part.module).forward

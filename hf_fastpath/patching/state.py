@@ -31,6 +31,18 @@ def _forget_other_threads() -> None:
         state.forget_other_threads()
 
 
+class Texts(threading.local):
+    """What a thread's forward is of, while a patched decoder runs.
+
+    Attributes:
+        aside: why all modules run stock code, or None.
+        over_cache: whether the decoder was given a FastpathCache.
+    """
+
+    aside: str | None = None
+    over_cache = False
+
+
 @dataclass(eq=False)
 class PatchState:
     """Everything ``patch()`` keeps about one model. The model's ``__dict__`` and its modules' patches hold the state.
@@ -46,6 +58,9 @@ class PatchState:
         lost: why ``unpatch()`` cannot bring the model's own weights back, or None.
         door: the lock that calls of ``generate()`` pass; patch() and unpatch() hold it while they change the model.
         waiting: threads that wait at the door and are not in yet.
+        texts: what each thread's forward is of.
+        has_trained: whether a forward with gradients has run. From then on forwards over whole texts run stock code with
+            and without gradients, so that a log-probability is the same in both.
     """
 
     options: Options
@@ -58,6 +73,8 @@ class PatchState:
     lost: str | None = None
     door: Any = field(default_factory=threading.RLock)
     waiting: set[int] = field(default_factory=set)
+    texts: Texts = field(default_factory=Texts)
+    has_trained: bool = False
 
     def __post_init__(self) -> None:
         _states.add(self)

@@ -30,6 +30,7 @@ class Recorded:
     def model_part(self, model: nn.Module) -> Any:
         """Return ``model`` as it is now, as a ``RecordedPart``."""
         made = self._part(model)
+        made.look()
         self.first = self.first or made
         return made
 

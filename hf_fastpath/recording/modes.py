@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +46,14 @@ class Functions(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        hears = sys.getprofile()  # of the model's code; inside of PyTorch's, that would take as long as all else
+        sys.setprofile(None)
+        try:
+            return self._note(func, args, kwargs or {})
+        finally:
+            sys.setprofile(hears)
+
+    def _note(self, func, args, kwargs):
         handler = _HANDLERS.get(func)
         recorder = self._recorder
         if handler is None or recorder.silent:

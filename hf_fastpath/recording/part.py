@@ -16,7 +16,9 @@ from ..decode.modules import is_packed, model_code_reason, own_code_reason
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program
+from ..decode.python_state import Walk
 from ..decode.ranks import Ranks
+from ..decode.snapshot import walk_of
 from ..decode.structure import MAX_BATCH
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache
@@ -24,9 +26,11 @@ from ..ops.queries import takes_head_dim
 from ..reasons import Cause
 from . import marks
 from .arguments import described, hides_other_places, why_it_matters
+from .errors import OUT_OF_MEMORY
 from .family import Recorded
 from .layers import RecordedAttention, RecordedLayer, attention_of
 from .lowering import Lowering
+from .noted_code import NotedCode
 from .passes import passed
 from .position_tables import PositionTable, position_tables
 from .proof import reason_against
@@ -46,6 +50,8 @@ class RecordedPart:
         has_encoder: whether the model's decoder attends to what an encoder has read.
         token_shape: () or, of several tokens at a position of the text, their number.
         verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until these ran.
+        code: what ran of the model's code when steps of it were recorded.
+        is_passing: whether a reason against it was a lack of memory, which is no reason to keep.
     """
 
     rotary = None
@@ -68,12 +74,40 @@ class RecordedPart:
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
         self._passes_mask_on = False  # True once the decoder was seen to be given the mask that the model is given
         self._moment = object()  # of no other part, as an id may be once this one is gone
+        self.code = NotedCode()
+        self.is_passing = False
+        self._held: Walk | None = None
+        self._skeletons: list[Skeleton] = []  # the newest one
+        self._is_new = True
 
     # ---- recordings -------------------------------------------------------------------------------------------
 
-    @functools.cached_property
+    def look(self) -> None:
+        """Note the Python values that the model holds now, of which its recordings are."""
+        self._held = walk_of(self)
+
+    def look_again(self) -> None:
+        """Note that time has gone by, in which attributes may have changed that no recorded code has read."""
+        self._is_new = False
+
+    @property
+    def held(self) -> Mapping[str, Any] | None:
+        """Return the model's Python values when the part was made, by where they are."""
+        return None if self._held is None else self._held.values
+
+    @property
     def _skeleton(self) -> Skeleton:
-        return Skeleton(self.module)
+        if not self._skeletons:
+            self._skeletons = [Skeleton(self.module, code=self.code)]
+        return self._skeletons[0]
+
+    @property
+    def _skeleton_as_now(self) -> Skeleton:
+        """A copy of the model as it is, with which other code may run than before."""
+        if not self._is_new:
+            quantized = self._skeletons[0].quantized if self._skeletons else None
+            self._skeletons, self._is_new = [Skeleton(self.module, code=self.code, quantized=quantized)], True
+        return self._skeleton
 
     def recording(self, batch: int, query_len: int) -> Recording:
         """Return the step of ``query_len`` new tokens for each of ``batch`` sequences, after all passes.
@@ -83,7 +117,7 @@ class RecordedPart:
         """
         key = batch, query_len
         if key not in self._recordings:
-            self._recordings[key] = passed(record(self._skeleton, batch, query_len), self.module)
+            self._recordings[key] = passed(record(self._skeleton_as_now, batch, query_len), self.module)
         return self._recordings[key]
 
     @functools.cached_property
@@ -241,7 +275,8 @@ class RecordedPart:
 
     def fingerprint(self) -> tuple:
         """Return what a decode plan bakes in of the model: all that the recordings hold, as a part is of one moment."""
-        tensors = (*self.module.parameters(), *self.module.buffers())
+        plain = () if self._held is None else self._held.plain_tensors()
+        tensors = (*self.module.parameters(), *self.module.buffers(), *plain, *self.code.tensors())
         return (self._moment, *((id(each), each.data_ptr(), each.dtype) for each in tensors))
 
     # ---- reasons ----------------------------------------------------------------------------------------------
@@ -265,6 +300,7 @@ class RecordedPart:
 
     def _not_recorded(self, error: Exception, where: str = "") -> Cause:
         is_known = isinstance(error, Unrecordable)
+        self.is_passing = self.is_passing or isinstance(error, OUT_OF_MEMORY)
         what = str(error) if is_known else f"{type(error).__name__}: {error}"
         return Cause(error.code if is_known else Unrecordable.code, f"{where}{what}", self.module)
 
@@ -283,7 +319,7 @@ class RecordedPart:
         key = batch, *((name, described(value)) for name, value in sorted(arguments.items()))
         if key not in self._arguments:
             try:
-                reason = why_it_matters(self._skeleton, batch, arguments)
+                reason = why_it_matters(self._skeleton_as_now, batch, arguments)
             except Exception as error:  # nobody has tried this code: anything may be raised
                 reason = f"{type(error).__name__}: {error}"
             what = f"{', '.join(arguments)}: {reason}"

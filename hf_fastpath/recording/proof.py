@@ -17,6 +17,7 @@ from ..decode.encoded import Encoded, Seen
 from ..decode.plan_cache import PlanCache
 from ..errors import RankError
 from ..reasons import Cause
+from .errors import OUT_OF_MEMORY
 
 #: tokens of the prompt, and steps after it
 _PROMPT, _STEPS = 8, 3
@@ -167,6 +168,8 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
             allowed = _allowed(part)
             if found > allowed and part.ranks is None:  # all ranks would have to run the model's forward
                 allowed = max(allowed, min(_TIMES * own_difference(part), _MOST_OF_NOISE))
+        except OUT_OF_MEMORY as error:  # no verdict: there may be more next time
+            return Cause("not_proven", f"{type(error).__name__}: {error}", part.module)
         except RankError:  # no verdict: other ranks are lost
             raise
         except Exception as error:  # nobody has tried this model's steps: anything may be raised

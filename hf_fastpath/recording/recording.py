@@ -121,6 +121,7 @@ class Recording:
             block with a mixture of experts.
         readers: names of modules with a tensor that the step reads.
         is_unpadded: whether the step is of sequences without padding in front alone.
+        live: storages of tensors that are no parameters or buffers, but may change all the same.
         quantized: a matrix without data that stands for a quantized weight, and the layer that has the weight.
     """
 
@@ -145,6 +146,7 @@ class Recording:
     linears: list[list[str]] = field(default_factory=list)
     readers: list[str] = field(default_factory=list)
     is_unpadded: bool = False
+    live: set[int] = field(default_factory=set)
     quantized: list[tuple[torch.Tensor, PackedLinear]] = field(default_factory=list)
 
     def register(self, like: torch.Tensor) -> Register:

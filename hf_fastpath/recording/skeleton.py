@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import compat
 from ..decode.modules import is_packed
 from ..decode.patched import STATE_KEY
+from ..decode.python_state import Walk
 from ..ops.decode_attention import MAX_QUERY_LEN
+from .noted_code import NotedCode
 from .recording import Unrecordable
 
 #: tokens that the recorded step's cache says it holds, unless the model knows fewer positions
@@ -27,27 +30,46 @@ class Skeleton:
     Args:
         model: the model.
         evaluates: whether the copy is as ``model.eval()`` makes a model; if not, as the model is.
+        code: notes what runs of the model's code.
+        quantized: what another copy has under this name.
+
+    Attributes:
+        plain: the model's tensors that are no parameters or buffers, which calls read where they are.
 
     Raises:
         Unrecordable: the model cannot be copied so.
     """
 
-    def __init__(self, model: nn.Module, evaluates: bool = True):
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluates: bool = True,
+        code: NotedCode | None = None,
+        quantized: dict[str, torch.Tensor] | None = None,
+    ):
+        self.model, self.code = model, NotedCode() if code is None else code
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = _home(model)  # where all tensors of the copy claim to be
         self.real: dict[int, torch.Tensor] = {}  # id of a tensor without data -> the model's own
         #: name of a quantized layer -> a matrix without data that stands for its weight
-        self.quantized = {
+        self.quantized = quantized or {
             path: torch.empty(module.out_features, module.in_features, dtype=model.dtype, device="meta")
             for path, module in model.named_modules()
             if is_packed(module)
         }
         memo: dict[int, Any] = {}
+        walk = Walk(host_numbers=self.device.type != "cpu")
+        walk.enter(model)
         with torch.inference_mode(False):
             for tensor in (*model.parameters(), *model.buffers()):
                 if id(tensor) not in memo:
                     memo[id(tensor)] = self._without_data(tensor)
+            self.plain = [each for each in walk.plain_tensors() if id(each) not in memo]
+            elsewhere = next((each for each in self.plain if each.device.type != self.device.type), None)
+            if elsewhere is not None:
+                what = f"a tensor of {elsewhere.nbytes >> 10} KB on {elsewhere.device}"
+                raise Unrecordable(f"{what} that is no buffer, of a model on {self.device}")
+            memo |= {id(each): self._without_data(each) for each in self.plain}
         try:
             self.copy = _stock_copy(model, memo)
         except Exception as error:
@@ -59,6 +81,12 @@ class Skeleton:
         self.takes_positions = compat.takes_positions(model)
         self.token_shape = compat.token_shape(model)
         self.lock = threading.RLock()  # of threads that run the copy
+
+    def held(self) -> Mapping[str, Any]:
+        """Return the Python values that the copy holds, by where they are."""
+        walk = Walk()
+        walk.enter(self.copy)
+        return walk.values
 
     def encoder_output(self, batch: int, length: int) -> torch.Tensor:
         """Return a tensor without data like what the model's encoder gives for ``length`` places."""

@@ -17,7 +17,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from .. import compat
 from ..decode.named_calls import Norm, Register
+from ..decode.snapshot import differences
 from . import marks, modes
+from .errors import OUT_OF_MEMORY
 from .listed_experts import listed_experts
 from .recorder import Recorder, recorder
 from .recording import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
@@ -45,13 +47,34 @@ def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, 
     token = recorder.set(noting)
     try:
         with skeleton.lock:
-            return _record(noting, batch, query_len, arguments or {})
+            recording, changed = _record_with_care(noting, batch, query_len, arguments or {})
+            if changed:  # the first step may have set what the others find
+                noting = Recorder(skeleton)
+                recorder.set(noting)
+                recording, changed = _record_with_care(noting, batch, query_len, arguments or {})
+            if changed:
+                raise Unrecordable(f"{changed[0]}, which the forward reads, and changes with every token")
+            return recording
+    except OUT_OF_MEMORY:
+        raise
     except Unrecordable as error:
         raise type(error)(f"{error}{_where(error)}") from None
     except Exception as error:
         raise Unrecordable(_said(error, noting)) from error
     finally:
         recorder.reset(token)
+
+
+def _record_with_care(
+    noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any]
+) -> tuple[Recording, list[str]]:
+    """Return a step, and where Python values are that the step changes and its code reads."""
+    skeleton = noting.skeleton
+    before = skeleton.held()
+    with skeleton.code.noting():
+        recording = _record(noting, batch, query_len, arguments)
+    changed = differences(before, skeleton.held())
+    return recording, skeleton.code.that_matter(changed, skeleton.copy.modules()) + skeleton.code.what_differs()
 
 
 def why_other_in_training(model: nn.Module) -> str | None:
@@ -164,6 +187,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         linears=_linears_by_input(noting),
         readers=_readers(noting),
         is_unpadded=noting.is_unpadded,
+        live={each.untyped_storage()._cdata for each in (*skeleton.plain, *skeleton.code.tensors())},
         quantized=[(each, skeleton.model.get_submodule(path)) for path, each in skeleton.quantized.items()],
     )
 

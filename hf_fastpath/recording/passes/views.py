@@ -50,7 +50,7 @@ _NEW_EACH_TIME = ("empty", "new_empty", "rand", "zeros", "full", "ones")
 def constants(recording: Recording, model: nn.Module) -> None:
     """Pass: compute what is made of numbers alone once; the model's tensors may change, so what reads one stays."""
     values: dict[int, Any] = {}
-    own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+    own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())} | recording.live
     for call in list(recording.calls):
         if not isinstance(call.op, torch._ops.OpOverload) or call.out.index in recording.mutated:
             continue

@@ -1,0 +1,163 @@
+"""Which code ran while a step was recorded, and what the names that it reads stood for.
+
+Guarded by value is what code of the model's and of transformers' finds under the names of its globals: numbers, flags,
+containers, objects, functions with what they enclose, entries of classes and of other modules. PyTorch's own functions
+are looked at as a whole (``compat.replaced_functions``).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import compat
+from ..decode.python_state import Walk, Watch
+from ..decode.snapshot import differences
+
+_OWN = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_PYTHON = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+
+
+@functools.cache
+def _is_elsewhere(file: str) -> bool:
+    """Whether a file is none of PyTorch's, Python's and this package's."""
+    if file.startswith((_OWN, _TORCH, "<frozen")):
+        return False
+    return not file.startswith(_PYTHON) or "site-packages" in file
+
+
+class NotedCode:
+    """The code that ran while steps of one model were recorded.
+
+    Attributes:
+        values: where a name is -> what it stood for when the code was first seen, frozen.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, types.CodeType] = {}
+        self._noted: dict[int, set[str]] = {}  # id of a namespace -> names of it that are noted
+        self._spaces: list[tuple[str, Mapping[str, Any], list[str]]] = []
+        self._walk = Walk()
+        self._watch: Watch | None = None
+        self._error: Exception | None = None
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self._walk.values
+
+    # ---- while code runs ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note which code runs in this thread, for the length of a ``with`` block."""
+        before = sys.getprofile()
+        sys.setprofile(self._hear)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+        if self._error is not None:
+            raise self._error
+
+    def _hear(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        if id(code) in self._seen:
+            return
+        self._seen[id(code)] = code
+        if not _is_elsewhere(code.co_filename):
+            return
+        try:
+            space = frame.f_globals
+            self._note(space.get("__name__", code.co_filename), space, code.co_names)
+            self._watch = None
+        except Exception as error:  # an exception in here would end the noting
+            self._error = error
+
+    def _note(self, where: str, space: Mapping[str, Any], names: Iterable[str], others: Iterable[str] = ()) -> None:
+        """Note what ``names`` of a namespace stand for; ``others`` are looked for in modules and classes among them."""
+        known = self._noted.setdefault(id(space), set())
+        names = list(names)
+        found = [name for name in names if name in space and name not in known]
+        known.update(found)
+        data = []
+        for name in found:
+            value = space[name]
+            if isinstance(value, types.ModuleType):
+                if value.__name__.partition(".")[0] not in ("torch", "hf_fastpath"):
+                    self._note(value.__name__, vars(value), names)
+            elif isinstance(value, type):
+                self._note_class(value, names)
+            data.append(name)
+        if data:
+            self._spaces.append((where, space, data))
+            self._walk.names(where, space, data)
+
+    def _note_class(self, cls: type, names: list[str]) -> None:
+        """Note entries of a class that code may read by its name."""
+        for base in cls.__mro__[:-1]:
+            home = base.__module__.partition(".")[0]
+            if home not in ("torch", "builtins", "hf_fastpath") and not issubclass(base, nn.Module):
+                space = vars(base)
+                known = self._noted.setdefault(id(space), set())
+                found = [name for name in names if name in space and name not in known and not name.startswith("__")]
+                known.update(found)
+                if found:
+                    where = f"{base.__module__}.{base.__qualname__}"
+                    self._spaces.append((where, space, found))
+                    self._walk.names(where, space, found)
+
+    # ---- afterwards ---------------------------------------------------------------------------------------------
+
+    def holds(self) -> bool:
+        """Whether all names stand for what they stood for."""
+        if self._watch is None:
+            if self.what_differs():
+                return False
+            self._watch = Watch(self._again())
+        if self._watch.holds():
+            return True
+        self._watch = None
+        return False
+
+    def what_differs(self) -> list[str]:
+        """Return the names that stand for other values than when their code was first seen."""
+        return differences(self.values, self._again().values)
+
+    def _again(self) -> Walk:
+        walk = Walk()
+        for where, space, names in self._spaces:
+            walk.names(where, space, names)
+        return walk
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Return the tensors that names stand for, or what these hold."""
+        return self._walk.tensors.values()
+
+    def that_matter(self, places: list[str], modules: Iterable[nn.Module]) -> list[str]:
+        """Return which of the attributes that differ may matter to a recorded step: not those that methods of the
+        model's classes write and the recorded code does not read.
+
+        Args:
+            places: of attributes, each as the name of a module and of its attribute.
+            modules: of the model.
+        """
+        if not places:
+            return []
+        read = set().union(
+            *(compat.names_read(code) for code in self._seen.values() if _is_elsewhere(code.co_filename))
+        )
+        classes = {base for module in modules for base in type(module).__mro__ if base not in nn.Module.__mro__}
+        written = set().union(*map(compat.names_written, classes)) - read
+        return [place for place in places if place.rpartition(".")[2] not in written]
