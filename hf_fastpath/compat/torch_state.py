@@ -107,11 +107,9 @@ def _is_of_torch(value: Any) -> bool:
         return _is_of_torch(value.func)
     if isinstance(value, types.BuiltinFunctionType):
         owner = value.__self__
-        homes = value.__module__, owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__module__
-        return any(
-            str(home).partition(".")[0] in ("torch", "_operator")
-            for home in (*homes, owner.__module__ if isinstance(owner, type) else None)
-        )
+        homes = [value.__module__, type(owner).__module__]
+        homes += [owner.__name__] if isinstance(owner, types.ModuleType) else [getattr(owner, "__module__", None)]
+        return any(str(home).partition(".")[0] in ("torch", "_operator") for home in homes)
     return type(value).__module__.partition(".")[0] in ("torch", "builtins", "typing", "typing_extensions")
 
 

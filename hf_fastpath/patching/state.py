@@ -59,8 +59,8 @@ class PatchState:
         door: the lock that calls of ``generate()`` pass; patch() and unpatch() hold it while they change the model.
         waiting: threads that wait at the door and are not in yet.
         texts: what each thread's forward is of.
-        has_trained: whether a forward with gradients has run. From then on forwards over whole texts run stock code with
-            and without gradients, so that a log-probability is the same in both.
+        has_trained: whether a forward with gradients has run. From then on forwards over whole texts run stock code,
+            with and without gradients, so that a log-probability is the same in both.
     """
 
     options: Options
