@@ -89,9 +89,10 @@ _AUTOCAST_CODE = autocast_mode.autocast_decorator.__code__
 
 
 def _does_nothing(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one of transformers' that has no effect on a forward without gradients."""
+    """Whether a hook is one of transformers' or PyTorch's that has no effect on a forward without gradients."""
     # The first output_hidden_states=True leaves these hooks on the modules; alone they do nothing.
-    if getattr(hook, "__module__", None) == output_capturing.__name__:
+    # FlopCounterMode tracks in which module an operator is called.
+    if getattr(hook, "__module__", None) in (output_capturing.__name__, "torch.utils.module_tracker"):
         return True
     # The hook of enable_input_require_grads() comes with activation checkpointing.
     name = getattr(hook, "__qualname__", "")
@@ -104,7 +105,13 @@ def hook_of(module: nn.Module) -> Callable[..., Any] | None:
     of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
     if not contents["_forward_hooks"] and not contents["_forward_pre_hooks"] and not any(of_all):
         return None
-    return next(chain(hooks_with_effect(contents), *(hooks.values() for hooks in of_all)), None)
+    return next(chain(hooks_with_effect(contents), _hooks_of_all()), None)
+
+
+def _hooks_of_all() -> Iterator[Callable[..., Any]]:
+    """Yield the hooks of all modules that have an effect on a forward without gradients."""
+    of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    return (hook for hooks in of_all for hook in hooks.values() if not _does_nothing(hook))
 
 
 def hooks_with_effect(contents: dict[str, Any]) -> Iterator[Callable[..., Any]]:
@@ -115,7 +122,7 @@ def hooks_with_effect(contents: dict[str, Any]) -> Iterator[Callable[..., Any]]:
 
 def functions_of_configs(configs: Iterable[Any]) -> list[Any]:
     """Return the functions for attention and experts in modules of these configurations, and all modules' hooks."""
-    found = [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
+    found: list[Any] = list(_hooks_of_all())
     for config in configs:
         found.append(ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None)))
         found.append(ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None)))

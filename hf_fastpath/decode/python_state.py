@@ -154,10 +154,6 @@ class Walk:
             {id(each): each for each in (vars(m).get("config") for m in self.modules) if each is not None}.values()
         )
 
-    def plain_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are no parameters or buffers."""
-        return [each for each in self.tensors.values() if id(each) not in self._of_modules]
-
     def _get(self, space: Mapping[str, Any], names: list[str], module: nn.Module | None = None) -> None:
         if names:
             self.getters.append((itemgetter(*names, names[0]), space, module))  # of one name it would be no tuple

@@ -190,7 +190,7 @@ def head(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     x = hidden_states
     if patch is None or x.device.type != "cpu" or x.numel() == 0:
         return stock(self, None, x)
-    if patch.reason_now(x) or patch.part.reason() or patch.parameters_reason(x):
+    if patch.reason_now(x) or replaced_function(self) or patch.part.reason() or patch.parameters_reason(x):
         return stock(self, None, x)  # only the product is lost, in a forward that counts its own reasons
     emit = steps.run if is_few(x) else ManyRows(None, x.numel() // x.shape[-1])
     return steps.projection(emit, self, x)

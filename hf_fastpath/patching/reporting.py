@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from ..cache.pages import PageCounts
 from ..decode import fetch, page_lock
-from ..decode.eligibility import uncovered_reason
+from ..decode.eligibility import torch_reason, uncovered_reason
 from ..decode.structure import ModelPart
 from ..native import loader
 from ..reasons import check, explained, named
@@ -23,7 +23,9 @@ def loop_reason_now(plan: PatchPlan, part: ModelPart | None) -> str | None:
         part: the model in its roles as it is now, or None.
     """
     reason = uncovered_reason(plan.loop_reason, plan.model, part)
-    return part.reason() if reason is None and part is not None else reason
+    if reason is None and part is not None:
+        reason = torch_reason(plan.model) or part.reason()
+    return reason
 
 
 @dataclass(frozen=True)

@@ -275,8 +275,8 @@ class RecordedPart:
 
     def fingerprint(self) -> tuple:
         """Return what a decode plan bakes in of the model: all that the recordings hold, as a part is of one moment."""
-        plain = () if self._held is None else self._held.plain_tensors()
-        tensors = (*self.module.parameters(), *self.module.buffers(), *plain, *self.code.tensors())
+        others = () if self._held is None else self._held.tensors.values()
+        tensors = (*self.module.parameters(), *self.module.buffers(), *others, *self.code.tensors())
         return (self._moment, *((id(each), each.data_ptr(), each.dtype) for each in tensors))
 
     # ---- reasons ----------------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ class Skeleton:
         quantized: what another copy has under this name.
 
     Attributes:
-        plain: the model's tensors that are no parameters or buffers, which calls read where they are.
+        plain: tensors that modules hold and that are no parameters or buffers of the model's, which calls read where
+            they are.
 
     Raises:
         Unrecordable: the model cannot be copied so.
@@ -64,7 +65,7 @@ class Skeleton:
             for tensor in (*model.parameters(), *model.buffers()):
                 if id(tensor) not in memo:
                     memo[id(tensor)] = self._without_data(tensor)
-            self.plain = [each for each in walk.plain_tensors() if id(each) not in memo]
+            self.plain = [each for each in walk.tensors.values() if id(each) not in memo]
             elsewhere = next((each for each in self.plain if each.device.type != self.device.type), None)
             if elsewhere is not None:
                 what = f"a tensor of {elsewhere.nbytes >> 10} KB on {elsewhere.device}"
