@@ -65,7 +65,11 @@ def foreign_mode() -> str | None:
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return None
     found = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
-    return next((name_of(type(each)) for each in found if not isinstance(each, _HARMLESS)), None)
+    return next((name_of(type(each)) for each in found if not _is_harmless(each)), None)
+
+
+def _is_harmless(mode: Any) -> bool:
+    return isinstance(mode, _HARMLESS) or type(mode).__module__.startswith("hf_fastpath.")
 
 
 @contextmanager
@@ -79,7 +83,7 @@ def without_foreign_modes() -> Iterator[None]:
         _pop_mode()
     for _ in dispatches:
         _pop_dispatch_mode()
-    kept = [each for each in functions if isinstance(each, _HARMLESS)]
+    kept = [each for each in functions if _is_harmless(each)]
     for each in kept:
         _push_mode(each)
     try:

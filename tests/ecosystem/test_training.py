@@ -66,6 +66,29 @@ def test_generate_under_checkpointing_in_train_mode(architecture, device):
     assert_equal_generation(ours, stock)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("architecture", ("gpt2", "llama", "gemma2", "mixtral"))
+def test_log_probabilities_are_the_same_with_and_without_gradients(architecture, dtype, device):
+    """Ratios of a policy begin at 1, and a preference loss at log 2: in training, and after it. Both are stock's."""
+    stock, ours = fresh(architecture, device, **(NO_DROPOUT if architecture == "gpt2" else {}))
+    stock, ours = stock.to(dtype), ours.to(dtype)
+    texts = prompt(device, 2, 40), prompt(device, 1, 9)  # the kernels take the short one in evaluation
+    for training in (True, False):
+        for model in (stock, ours):
+            model.train(training)
+        for text in texts:
+            with_gradients = ours(text, use_cache=False).logits
+            with torch.no_grad():
+                without, expected = (model(text, use_cache=False).logits for model in (ours, stock))
+            assert with_gradients.requires_grad
+            assert torch.equal(with_gradients, without) and torch.equal(without, expected)
+    with counting(ours) as counts:
+        found = ours.generate(prompt(device), **SHORT)
+    assert counts.fast and not counts.reasons
+    if dtype == torch.float32:
+        assert_same_tokens(found, stock.generate(prompt(device), **SHORT), stock)
+
+
 def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 

@@ -23,6 +23,7 @@ from models import CPU, SHORT, build, counting, prompt, require_native
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.overrides import TorchFunctionMode
 from transformers import (
     CompileConfig,
     ContinuousBatchingConfig,
@@ -407,6 +408,35 @@ def not_proven(monkeypatch):
     return hf_fastpath.report(model).stats["reasons"]
 
 
+def changing_values():
+    """A number that the forward reads is another one in every call."""
+    model = hf_fastpath.patch(small_model("glm4"), quiet=True)
+    for place in range(plan_cache.MAX_RECORDINGS + 2):
+        model.model.layers[0].self_attn.scaling = 0.1 + 0.01 * place
+        model.generate(IDS % 160, **SHORT)
+    return hf_fastpath.report(model).stats["reasons"]
+
+
+class Looking(TorchFunctionMode):
+    """A mode that counts calls, as profilers do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+def torch_mode():
+    model = patched()
+    with Looking():
+        return generating(model)
+
+
+def replaced_function(monkeypatch):
+    model, silu = patched(), nn.functional.silu
+    monkeypatch.setattr(nn.functional, "silu", lambda x, inplace=False: silu(x))
+    return generating(model)
+
+
+PROVOKED |= {each.__name__: each for each in (changing_values, torch_mode, replaced_function)}
 PROVOKED |= {"nonfinite_logits": nonfinite_logits, "not_recorded": not_recorded, "not_proven": not_proven}
 #: codes that are about one thing, which their own name says
 OF_NOTHING_ELSE = {
@@ -468,6 +498,9 @@ NAMES = {
     "custom_logits_processor": "test_reasons.<lambda>",
     "nonfinite_logits": "generate()",
     "not_recorded": "at test_reasons.py:",
+    "changing_values": "model.layers.0.self_attn.scaling",
+    "torch_mode": "test_reasons.Looking",
+    "replaced_function": "torch.nn.functional.silu is test_reasons.replaced_function",
     "not_proven": "its logits differ from stock's by 1.0e+00 of their size",
 }
 
