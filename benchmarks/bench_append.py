@@ -167,11 +167,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         moved += traffic.kv_bytes(like.config, given.context + count, DTYPES[dtype])
         row = {"model": shapes.shape(given.model).label, "dtype": dtype, "engine": name, "way": way}
         row |= {"context": given.context, "new_tokens": count, "ms": round(1e3 * spread.p50, 4)}
-        row |= {"tok_s": round(count / spread.p50, 1), "spread_percent": round(spread.percent, 1)}
+        row |= {"tok_s": round(count / spread.p50, 1), "spread_percent": spread.percent}
         row |= {"percent_of_r": round(100 * moved / spread.p50 / bandwidth, 1), "r_gb_s": round(bandwidth / 1e9, 1)}
         row |= {"timings": len(times)}
         print(
-            f"{count:4} {way:8} {name:10} {dtype:5} {row['ms']:10.1f} ms ±{row['spread_percent']:.0f}%"
+            f"{count:4} {way:8} {name:10} {dtype:5} {row['ms']:10.1f} ms{measure.plus_minus(row['spread_percent'])}"
             f"{row['tok_s']:9.1f} tok/s {row['percent_of_r']:6.1f} % of R",
             flush=True,
         )

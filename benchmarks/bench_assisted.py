@@ -145,7 +145,7 @@ def main() -> None:
         label = f"{how} with threshold" if how == "assistant" and given.threshold else how
         row = {"context": context, "engine": engine, "how": label, "drafts": drafts}
         row |= {"ms_per_token": round(1000 * spread.p50, 4), "tok_s": round(1 / spread.p50, 1)}
-        row |= {"spread_percent": round(spread.percent, 1), "tokens_a_step": round(tokens, 2), "repeats": len(times)}
+        row |= {"spread_percent": spread.percent, "tokens_a_step": round(tokens, 2), "repeats": len(times)}
         print(" ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         if path is not None:
             measure.append_csv(path, [same | row])

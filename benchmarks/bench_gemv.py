@@ -149,7 +149,7 @@ def rows_of(name: str, dtype: torch.dtype, batch: int, rounds: int, device: torc
             "batch": batch,
             "chain": way,
             "ms": round(1e3 * spread.p50, 4),
-            "spread_percent": round(spread.percent, 1),
+            "spread_percent": spread.percent,
             "percent_of_r": round(100 * chain.weight_bytes / spread.p50 / bandwidth, 1),
             "r_gb_s": round(bandwidth / 1e9, 1),
             "weight_bytes": chain.weight_bytes,
@@ -179,8 +179,9 @@ def main() -> None:
                 rows = rows_of(name, DTYPES[dtype], batch, arguments.rounds, device)
                 for row in rows:
                     print(
-                        f"{row['model']:15} {row['dtype']} x {row['batch']:<3}{row['chain']:12}{row['ms']:9.4f} ms "
-                        f"±{row['spread_percent']}% {row['percent_of_r']:6.1f} % of R = {row['r_gb_s']} GB/s",
+                        f"{row['model']:15} {row['dtype']} x {row['batch']:<3}{row['chain']:12}{row['ms']:9.4f} ms"
+                        f"{measure.plus_minus(row['spread_percent'], 1)} "
+                        f"{row['percent_of_r']:6.1f} % of R = {row['r_gb_s']} GB/s",
                         flush=True,
                     )
                 if path:

@@ -121,7 +121,7 @@ def main(given: list[str] | None = None) -> None:
             table = [
                 same
                 | {"in_features": k, "out_features": n, "way": way, "us": round(1e6 * spread.p50, 2)}
-                | {"spread_percent": round(spread.percent, 1)}
+                | {"spread_percent": spread.percent}
                 for (k, n), of in found.items()
                 for way, spread in of.items()
             ]

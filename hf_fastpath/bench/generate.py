@@ -15,10 +15,10 @@ token, so every length is exact. Prefill is the time of one call that makes one 
 other costs of a call cancel out. With ``--filled`` a prompt is not read; its keys and values, all but the
 last, are drawn at random, so that long contexts cost no long prompts. There is no prefill then. After an
 engine is switched on, it makes an untimed call of the longest kind. Engines alternate, every second round in
-reverse order; tables give medians with half the distance between the 20th and 80th percentile. ``% of R`` is
-the share of the measured read bandwidth that it would take to read the weights once, and the KV cache up to
-the mean position or recurrent states. On a CPU, whose bandwidth drifts, the bandwidth is measured in every
-round, and each round's share refers to that round's bandwidth.
+reverse order; tables give medians and, of several rounds, half the distance between the 20th and 80th
+percentile. ``% of R`` is the share of the measured read bandwidth that it would take to read the weights
+once, and the KV cache up to the mean position or recurrent states. On a CPU, whose bandwidth drifts, the
+bandwidth is measured in every round, and each round's share refers to that round's bandwidth.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from ..quantization import FORMATS
 from ..tables import table
 from . import measure, shapes
 from .engines import ENGINES, KV_DTYPES, LLAMA_CPP, LlamaBench, copied_cache, engine, is_ours, random_cache
-from .measure import DTYPE_NAMES, DTYPES, Spread
+from .measure import DTYPE_NAMES, DTYPES, Spread, plus_minus
 
 DEFAULT_ENGINES = ("stock", "static", "ours")
 
@@ -204,9 +204,9 @@ def _row(
         "batch": batch,
         "engine": name,
         "prefill_tok_s": round(batch * context / prefill.p50, 1) if prefill else None,
-        "prefill_spread_percent": round(prefill.percent, 1) if prefill else None,
+        "prefill_spread_percent": prefill.percent if prefill else None,
         "decode_tok_s": round(batch / token.p50, 2),
-        "decode_spread_percent": round(token.percent, 1),
+        "decode_spread_percent": token.percent,
         "ms_per_token": round(1000 * token.p50, 4),
         "gb_s": round(moved / token.p50 / 1e9, 1),
         "percent_of_r": round(statistics.median(100 * moved / t / r for t, r in zip(seen.token, rounds)), 1),
@@ -226,9 +226,9 @@ def _row(
 TABLE: dict[str, Callable[[dict[str, Any]], str]] = {
     "engine": lambda r: r["engine"],
     "prefill tok/s": lambda r: (
-        f"{r['prefill_tok_s']:,.0f} ±{r['prefill_spread_percent']:.0f}%" if r["prefill_tok_s"] else ""
+        f"{r['prefill_tok_s']:,.0f}{plus_minus(r['prefill_spread_percent'])}" if r["prefill_tok_s"] else ""
     ),
-    "decode tok/s": lambda r: f"{r['decode_tok_s']:,.1f} ±{r['decode_spread_percent']:.0f}%",
+    "decode tok/s": lambda r: f"{r['decode_tok_s']:,.1f}{plus_minus(r['decode_spread_percent'])}",
     "ms/token": lambda r: f"{r['ms_per_token']:.3f}",
     "GB/s": lambda r: f"{r['gb_s']:.0f}" if r["gb_s"] >= 100 else f"{r['gb_s']:.1f}",
     "% of R": lambda r: f"{r['percent_of_r']:.1f}",

@@ -127,7 +127,6 @@ def test_compressed_tensors(bits, group, symmetric, format, tmp_path):
     assert_repacked(model, weights, format)
 
 
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 def test_compressed_tensors_of_three_bits_keeps_running(tmp_path):
     save_compressed(tmp_path, 3, 128, True)
     ids = prompt(CPU)
@@ -187,7 +186,6 @@ def test_torchao(kind, tmp_path):
     assert all(type(model.get_submodule(name).weight).__module__.startswith("torchao") for name in weights)
 
 
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 def test_bitsandbytes_keeps_running(tmp_path):
     """NF4's values come from a table."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -246,7 +244,6 @@ def test_gptqmodel(method, tmp_path):
     assert_repacked(load(tmp_path, device_map="cpu"), weights, "int4")
 
 
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 def test_activation_order_keeps_running(tmp_path):
     save_gptqmodel(tmp_path, "gptq", desc_act=True)
     model, ids = load(tmp_path, device_map="cpu"), prompt(CPU)
@@ -300,7 +297,6 @@ def test_one_layer_without_a_counterpart_leaves_all(tmp_path):
     assert hf_fastpath.report(model).loop in ("hooks", "quantized_order")
 
 
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 @pytest.mark.parametrize("what", ("hook", "forward"))
 def test_layers_that_somebody_else_has_changed_are_left(what, tmp_path):
     save_compressed(tmp_path, 4, 128, True)
