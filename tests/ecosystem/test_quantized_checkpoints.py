@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
+from hf_fastpath.check.explain import explain
 from hf_fastpath.quantization.linear import PackedLinear
 
 CPU = torch.device("cpu")
@@ -124,11 +125,14 @@ def test_compressed_tensors(bits, group, symmetric, format, tmp_path):
         if symmetric:
             raise
         pytest.skip(f"transformers does not load what compressed-tensors wrote: {error}")
+    said = explain(str(tmp_path))
+    assert said.fast and f"repacks as {format}" in said.checkpoint
     assert_repacked(model, weights, format)
 
 
 def test_compressed_tensors_of_three_bits_keeps_running(tmp_path):
     save_compressed(tmp_path, 3, 128, True)
+    assert not explain(str(tmp_path)).fast
     ids = prompt(CPU)
     expected, model = load(tmp_path).generate(ids, **SHORT), load(tmp_path)
     hf_fastpath.patch(model, quiet=True)
@@ -241,6 +245,7 @@ def save_gptqmodel(directory: Path, method: str, desc_act: bool = False) -> dict
 @pytest.mark.parametrize("method", ("gptq", "awq"))
 def test_gptqmodel(method, tmp_path):
     weights = save_gptqmodel(tmp_path, method)
+    assert explain(str(tmp_path)).fast
     assert_repacked(load(tmp_path, device_map="cpu"), weights, "int4")
 
 
