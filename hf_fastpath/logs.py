@@ -34,7 +34,7 @@ class _AsTransformers(logging.Handler):
         for handler in handlers:
             if record.levelno < handler.level or handler in logger.handlers:
                 continue
-            if handler is own:  # it writes to what stderr was at its import, in transformers' name
+            if own is not None and handler is own:  # it writes to what stderr was at its import, in transformers' name
                 print(handler.format(record).removeprefix(f"[{_LIBRARY}] "), file=sys.stderr, flush=True)
             else:
                 handler.handle(record)
