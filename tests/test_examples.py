@@ -222,6 +222,9 @@ def test_transformers_serve_patches_what_it_loads(has_template, fast_counts, tmp
     """
     for package in ("fastapi", "uvicorn", "openai", "pydantic", "httpx"):
         pytest.importorskip(package, reason=f"{package} is not installed")
+    pytest.importorskip(
+        "transformers.cli.transformers", reason="transformers' command lacks a package", exc_type=ImportError
+    )
     import uvicorn
     from fastapi.testclient import TestClient
     from transformers.cli.serving import model_manager
