@@ -83,7 +83,7 @@ def _matches(patterns: Sequence[str], name: str, kind: str) -> bool:
 
 def _compressed(given: Mapping[str, Any]) -> list[Scheme]:
     _need(given.get("quantization_status", "compressed") == "compressed")
-    _need(not given.get("sparsity_config") and not given.get("kv_cache_scheme"))
+    _need((given.get("sparsity_config") or {}).get("format", "dense") == "dense" and not given.get("kv_cache_scheme"))
     ignored, made = given.get("ignore") or (), []
     groups = given.get("config_groups") or {}
     _need(bool(groups))
@@ -93,7 +93,7 @@ def _compressed(given: Mapping[str, Any]) -> list[Scheme]:
         _need(each.get("input_activations") is None and each.get("output_activations") is None)
         _need((each.get("format") or given.get("format")) == "pack-quantized")
         _need(how.get("type", "int") == "int" and how.get("num_bits") in (4, 8))
-        _need(str(how.get("actorder") or "").lower() not in ("group", "dynamic"), "quantized_order")
+        _need(str(how.get("actorder") or "").lower() not in ("group", "dynamic", "true"), "quantized_order")
         size = how.get("group_size")
         strategy = how.get("strategy") or ("group" if size not in (None, -1) else "channel")
         _need(strategy in ("group", "channel", "tensor"))

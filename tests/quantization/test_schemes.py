@@ -97,6 +97,8 @@ def test_a_config_tells_what_the_layers_will(said, make, case):
     (
         (of_gptq(desc_act=True), "quantized_order"),
         (of_compressed(actorder="group"), "quantized_order"),
+        (of_compressed(actorder=True), "quantized_order"),
+        (of_compressed(top=dict(sparsity_config=dict(format="sparse-24-bitmask"))), "quantized_format"),
         (of_gptq(bits=3), "quantized_format"),
         (of_gptq(dynamic={"-:.*down.*": {}}), "quantized_format"),
         (of_awq(version="gemv"), "quantized_format"),
@@ -116,6 +118,20 @@ def test_what_has_no_counterpart_says_why(said, reason):
     with pytest.raises(NoCounterpart) as found:
         schemes_of(said)
     assert str(found.value) == reason
+
+
+@pytest.mark.parametrize(
+    ("said", "format"),
+    (
+        (of_compressed(symmetric=True, actorder="weight", top=dict(sparsity_config=dict(format="dense"))), "int4"),
+        (of_compressed(symmetric=True, top=dict(kv_cache_scheme=None, sparsity_config={})), "int4"),
+        (of_gptq(symmetric=True, static_groups=False, checkpoint_format="gptq", lm_head=False, dynamic={}), "int4"),
+        (of_gptq(group=-1, symmetric=True, desc_act=True), "int4"),
+        (of_awq(modules_to_not_convert=None), "int4"),
+    ),
+)
+def test_what_published_configs_say_besides(said, format):
+    assert [scheme.format(4096).name for scheme in schemes_of(said)] == [format]
 
 
 def with_config(architecture: str, said: dict):
