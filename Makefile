@@ -74,7 +74,8 @@ $(OLDEST_READY): $(READY)
 test-oldest: $(CPU_LIB) $(OLDEST_READY)
 	$(THREADS) HF_FASTPATH_REQUIRE_NATIVE=cpu $(OLDEST_VENV)/bin/python -m pytest -q -n $(JOBS) tests/public/test_patch.py \
 		tests/public/test_report.py tests/public/test_versions.py tests/generation/test_tokens.py tests/patches \
-		tests/generation/test_callbacks.py -k "test_patch.py or test_report.py or test_versions.py or test_tokens.py or \
+		tests/generation/test_callbacks.py tests/test_published_shapes.py tests/quantization/test_schemes.py -k "test_patch.py or \
+		test_published_shapes.py or test_schemes.py or test_report.py or test_versions.py or test_tokens.py or \
 		(test_callbacks.py and lookup) or (golden_matrix and left_padded and float32)" $(ARGS)
 
 # On a machine with a GPU and its own torch: nothing is downloaded, libraries built elsewhere are used as they are.

@@ -1,7 +1,6 @@
 """Adds the native libraries to the build, for what this machine can run; all else is in pyproject.toml."""
 
 import importlib
-import os
 import re
 import shutil
 import sys
@@ -23,9 +22,9 @@ toolchain = importlib.import_module("hf_fastpath_recipe.native.toolchain")
 
 
 def variables():
-    """What the environment asks for: targets and CUDA architectures, None for what it does not mention."""
+    """What the environment asks for: targets and CUDA architectures (None: it does not say), and whether to build."""
     try:
-        return toolchain.wanted_targets(), toolchain.wanted_cuda_archs()
+        return toolchain.wanted_targets(), toolchain.wanted_cuda_archs(), toolchain.build_mode()
     except ValueError as error:
         raise SystemExit(f"hf_fastpath: {error}") from None
 
@@ -39,14 +38,14 @@ class BuildWithKernels(build_py):
             shutil.rmtree(package, ignore_errors=True)  # else files that are gone from the tree stay in the next wheel
         super().run()
         output = recipe.LIBRARY_DIR if self.editable_mode else package / "lib"
-        targets, archs = variables()
+        targets, archs, mode = variables()
         for target in recipe.TARGETS if targets is None else targets:
-            self._library(target, output, archs, asked_for=targets is not None)
+            self._library(target, output, archs, mode, asked_for=targets is not None)
         if not self.editable_mode:
             for report in output.glob("*.ptxas"):
                 report.unlink()
 
-    def _library(self, target, output, archs, asked_for):
+    def _library(self, target, output, archs, mode, asked_for):
         """Put the library of ``target`` into ``output``; where that cannot be, say why, or stop if it was asked for."""
         if self._is_current(target, archs or ()):
             if output != recipe.LIBRARY_DIR:
@@ -55,7 +54,7 @@ class BuildWithKernels(build_py):
                 for path in (present, Path(f"{present}.json")):
                     self.copy_file(str(path), str(output / path.name))
             return
-        if os.environ.get("HF_FASTPATH_BUILD") == "never":
+        if mode == "never":
             return
         try:
             # HF_FASTPATH_TARGETS may name what this machine cannot run: a wheel for others is made so

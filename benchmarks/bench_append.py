@@ -33,9 +33,9 @@ from transformers import PreTrainedModel
 from hf_fastpath import arguments, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
 from hf_fastpath.bench import measure, shapes
-from hf_fastpath.bench.engines import LLAMA_CPP, LlamaBench, copied_cache, engine, random_cache
+from hf_fastpath.bench.engines import LLAMA_CPP, LlamaBench, NoSuchEngine, copied_cache, engine, random_cache
 from hf_fastpath.bench.measure import DTYPES, Spread
-from hf_fastpath.compat import CACHE
+from hf_fastpath.compat import CACHE, layer_kinds
 from hf_fastpath.decode.draft_plan import WIDTHS
 from hf_fastpath.native import loader
 from hf_fastpath.patching.state import state_of
@@ -115,6 +115,17 @@ def run_round(
     return seen
 
 
+def why_not(model: str, context: int, microbatches: bool) -> str | None:
+    """Return why tokens cannot be taken off a cache of the model again after they were appended, or None."""
+    kinds = layer_kinds(shapes.shape(model).build_config().get_text_config(decoder=True)) or []
+    if any(kind.states for kind in kinds):
+        return f"{model} keeps states, which no token can be taken back from: choose a model whose cache has none"
+    narrow = [kind.window for kind in kinds if kind.window is not None and kind.window < context]
+    if microbatches and narrow:
+        return f"--microbatches takes a context apart again; {model} has windows of {narrow[0]}: --context up to that"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = dict(prog=Path(__file__).name, description=__doc__)
     parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, help="also run llama-bench on this file")
     measure.add_csv_argument(parser)
     given = parser.parse_args(argv)
+    if (reason := why_not(given.model, given.context, given.microbatches)) is not None:
+        parser.error(reason)
     device = torch.device(given.device)
     path = measure.chosen_csv(given.csv, "append", device)
     llama = LlamaBench(given.gguf) if given.gguf is not None else None
@@ -142,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{known['device']}: torch {torch.__version__}; kernels {status}", flush=True)
 
     seen: dict[tuple[str, str, int, str], list[float]] = {}
+    left_out: set[tuple[str, str]] = set()
     bandwidths: list[float] = []
     runs = [(name, dtype) for dtype in models for name in given.engines]
     if llama is not None:
@@ -149,12 +163,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for turn in range(given.rounds):
         bandwidths.append(measure_read_bandwidth(device, repeats=3, buffer=buffer))
         for name, dtype in runs if turn % 2 == 0 else reversed(runs):
+            if (name, dtype) in left_out:
+                continue
             if name == LLAMA_CPP:
                 found = {(n, "turn"): [llama.seconds_of_prompt(given.context, n)] for n in given.tokens}
             else:
-                found = run_round(
-                    name, models[dtype], given.context, given.tokens, given.ways, given.calls, given.microbatches
-                )
+                settings = given.context, given.tokens, given.ways, given.calls, given.microbatches
+                try:
+                    found = run_round(name, models[dtype], *settings)
+                except NoSuchEngine as error:
+                    print(f"{given.model} {dtype}: engine {name} left out, {error}")
+                    left_out.add((name, dtype))
+                    continue
             for (count, way), seconds in found.items():
                 seen.setdefault((name, dtype, count, way), []).extend(seconds)
 
@@ -167,11 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         moved += traffic.kv_bytes(like.config, given.context + count, DTYPES[dtype])
         row = {"model": shapes.shape(given.model).label, "dtype": dtype, "engine": name, "way": way}
         row |= {"context": given.context, "new_tokens": count, "ms": round(1e3 * spread.p50, 4)}
-        row |= {"tok_s": round(count / spread.p50, 1), "spread_percent": round(spread.percent, 1)}
+        row |= {"tok_s": round(count / spread.p50, 1), "spread_percent": spread.percent}
         row |= {"percent_of_r": round(100 * moved / spread.p50 / bandwidth, 1), "r_gb_s": round(bandwidth / 1e9, 1)}
         row |= {"timings": len(times)}
         print(
-            f"{count:4} {way:8} {name:10} {dtype:5} {row['ms']:10.1f} ms ±{row['spread_percent']:.0f}%"
+            f"{count:4} {way:8} {name:10} {dtype:5} {row['ms']:10.1f} ms{measure.plus_minus(row['spread_percent'])}"
             f"{row['tok_s']:9.1f} tok/s {row['percent_of_r']:6.1f} % of R",
             flush=True,
         )

@@ -116,9 +116,10 @@ def main() -> None:
             moved = 4 * kv_heads * length * head_dim
             for name, spread in found.items():
                 us = spread.p50 * 1e6
+                low, high = ("" if each is None else f"{each * 1e6:.2f}" for each in (spread.p20, spread.p80))
                 row = known | dict(shape=shape, dtype=given.dtype, tokens=query_len, positions=length)
-                row |= dict(implementation=name, us=f"{us:.2f}", p20=f"{spread.p20 * 1e6:.2f}")
-                row |= dict(p80=f"{spread.p80 * 1e6:.2f}", tflops=f"{work / us / 1e6:.1f}")
+                row |= dict(implementation=name, us=f"{us:.2f}", p20=low)
+                row |= dict(p80=high, tflops=f"{work / us / 1e6:.1f}")
                 row |= dict(percent_of_read=f"{100 * moved / spread.p50 / bandwidth:.1f}")
                 print(f"{shape:9} {query_len:6} {name:26} {us:10.2f} us {row['tflops']:>7} TFLOP/s", flush=True)
                 if path is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -31,6 +31,10 @@ from hf_fastpath.choices import Activation, NormKind
 from hf_fastpath.native import loader
 
 Step = Callable[[], object]
+
+
+#: types of which :class:`Chain` knows the products
+TYPES = ("gpt2", "llama", "mistral")
 
 
 class Chain:
@@ -149,7 +153,7 @@ def rows_of(name: str, dtype: torch.dtype, batch: int, rounds: int, device: torc
             "batch": batch,
             "chain": way,
             "ms": round(1e3 * spread.p50, 4),
-            "spread_percent": round(spread.percent, 1),
+            "spread_percent": spread.percent,
             "percent_of_r": round(100 * chain.weight_bytes / spread.p50 / bandwidth, 1),
             "r_gb_s": round(bandwidth / 1e9, 1),
             "weight_bytes": chain.weight_bytes,
@@ -159,15 +163,26 @@ def rows_of(name: str, dtype: torch.dtype, batch: int, rounds: int, device: torc
     ]
 
 
-def main() -> None:
+def model(text: str) -> str:
+    """Parse a name that :func:`shapes.shape` knows, of a type that :class:`Chain` knows."""
+    try:
+        kind = shapes.shape(text).model_type
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if kind not in TYPES:
+        raise argparse.ArgumentTypeError(f"{text} is a {kind}, expected one of {', '.join(TYPES)}")
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=["mistral-7b", "tinyllama-1.1b", "gpt2-124m"])
+    parser.add_argument("--model", nargs="+", default=["mistral-7b", "tinyllama-1.1b", "gpt2-124m"], type=model)
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["fp16"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=9)
     measure.add_csv_argument(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device: give --device cpu")
     print(loader.status()[arguments.device])
@@ -179,8 +194,9 @@ def main() -> None:
                 rows = rows_of(name, DTYPES[dtype], batch, arguments.rounds, device)
                 for row in rows:
                     print(
-                        f"{row['model']:15} {row['dtype']} x {row['batch']:<3}{row['chain']:12}{row['ms']:9.4f} ms "
-                        f"±{row['spread_percent']}% {row['percent_of_r']:6.1f} % of R = {row['r_gb_s']} GB/s",
+                        f"{row['model']:15} {row['dtype']} x {row['batch']:<3}{row['chain']:12}{row['ms']:9.4f} ms"
+                        f"{measure.plus_minus(row['spread_percent'], 1)} "
+                        f"{row['percent_of_r']:6.1f} % of R = {row['r_gb_s']} GB/s",
                         flush=True,
                     )
                 if path:

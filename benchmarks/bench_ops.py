@@ -223,8 +223,8 @@ def _row(
         "dtype": DTYPE_NAMES[dtype],
         "implementation": name,
         "us": round(spread.p50 * 1e6, 3),
-        "us_p20": round(spread.p20 * 1e6, 3),
-        "us_p80": round(spread.p80 * 1e6, 3),
+        "us_p20": None if spread.p20 is None else round(spread.p20 * 1e6, 3),
+        "us_p80": None if spread.p80 is None else round(spread.p80 * 1e6, 3),
         "bytes": moved,
         "gb_s": round(speed / 1e9, 1),
         "percent_of_r": round(100 * speed / bandwidth, 1),
@@ -238,10 +238,11 @@ HEADER = (
 
 
 def _line(row: dict[str, object]) -> str:
-    spread = Spread(row["us"], row["us_p20"], row["us_p80"])
+    percent = Spread(row["us"], row["us_p20"], row["us_p80"]).percent
+    spread = "" if percent is None else f"{percent:.0f}"
     return (
         f"{row['op']:17}{row['call']:36}{row['dtype']:6}{row['implementation']:17}{row['us']:>10.2f} "
-        f"{spread.percent:>4.0f}{row['gb_s']:>8.1f}{row['percent_of_r']:>8.1f}{row['times_ours']:>8.2f}"
+        f"{spread:>4}{row['gb_s']:>8.1f}{row['percent_of_r']:>8.1f}{row['times_ours']:>8.2f}"
         + ("  in cache" if row["cached"] else "")
     )
 

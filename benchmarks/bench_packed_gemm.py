@@ -101,6 +101,8 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--whole", action="store_true", help="prompts of whole models instead of products")
     measure.add_csv_argument(parser)
     chosen = parser.parse_args(given)
+    if not chosen.whole and not hasattr(shapes.shape(chosen.model).build_config(), "num_attention_heads"):
+        parser.error(f"{chosen.model} has no attention, of which the products would be: give --whole")
     device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     print(loader.status()[device.type])
     path = measure.chosen_csv(chosen.csv, "packed_gemm", device)
@@ -121,7 +123,7 @@ def main(given: list[str] | None = None) -> None:
             table = [
                 same
                 | {"in_features": k, "out_features": n, "way": way, "us": round(1e6 * spread.p50, 2)}
-                | {"spread_percent": round(spread.percent, 1)}
+                | {"spread_percent": spread.percent}
                 for (k, n), of in found.items()
                 for way, spread in of.items()
             ]

@@ -3,7 +3,8 @@
     python examples/chat.py                                # the small model of this repository, which continues code
     python examples/chat.py FOLDER-OR-MODEL-ID --dtype bfloat16
 
-The KV cache is kept between turns: of a long conversation, only the new message is read. An empty line ends the chat.
+The KV cache is kept between turns: of a long conversation, only the new message is read. An empty line, Ctrl-D or
+Ctrl-C ends the chat.
 """
 
 from __future__ import annotations
@@ -68,8 +69,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     chat = Chat(hf_fastpath.patch(model), tokenizer)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    while text := input("> "):
-        chat.say(text, streamer, max_new_tokens=given.max_new_tokens)
+    try:
+        while text := input("> "):
+            chat.say(text, streamer, max_new_tokens=given.max_new_tokens)
+    except (EOFError, KeyboardInterrupt):  # Ctrl-D, Ctrl-C
+        print()
     print(hf_fastpath.report(model))
 
 

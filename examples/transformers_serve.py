@@ -17,6 +17,12 @@ from transformers.cli.serving import model_manager
 
 import hf_fastpath
 
+#: the chat template of models without one, which continue text: messages are put behind each other
+PLAIN = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
 
 class PatchingModelManager(model_manager.ModelManager):
     """Loads a model as transformers' manager does, and patches it; if it cannot be patched, it is served as it is."""
@@ -26,6 +32,8 @@ class PatchingModelManager(model_manager.ModelManager):
 
     def load_model_and_processor(self, *args, **kwargs):
         model, processor = super().load_model_and_processor(*args, **kwargs)
+        if getattr(processor, "chat_template", None) is None:  # else every chat ends in an error
+            processor.chat_template = PLAIN
         with self.turn:
             if model not in self.seen:
                 self.seen.add(model)

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import ops
+from . import logs as logs  # the logger is there from now on
 from ._version import __version__
-from .native import loader
 
 #: public name -> module that defines it; a name is imported when it is first used, so `import hf_fastpath` is cheap
 _PUBLIC = {
@@ -33,8 +32,10 @@ _PUBLIC = {
     "RankError": "errors",
 }
 
-__all__ = ["__version__", "ops", *_PUBLIC]
+#: the same of modules. The ops load the native libraries that came with the package
+_MODULES = {"ops": "ops", "loader": "native.loader"}
 
+__all__ = ["__version__", "ops", *_PUBLIC]
 
 def _find_patches_of_a_clone() -> None:
     """Make ``hf_fastpath.patches`` of the folder beside this package, which is where a clone has it.
@@ -51,16 +52,20 @@ def _find_patches_of_a_clone() -> None:
 
 
 _find_patches_of_a_clone()
-loader.load_existing()
+if "torch" in sys.modules:  # else a command that needs no torch, such as `explain CODE`, would wait for it
+    from . import ops as ops  # torch.ops.hf_fastpath is there from now on
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name in _MODULES:
+        value = importlib.import_module(f".{_MODULES[name]}", __name__)
+    elif name in _PUBLIC:
+        value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *_PUBLIC, *_MODULES})

@@ -1,10 +1,12 @@
-"""Types of command-line arguments; the errors are argparse's."""
+"""Types of command-line arguments; the errors are argparse's. torch is imported for the arguments that need it."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 #: names of dtypes, and the short names of the benchmarks
 DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
@@ -15,6 +17,8 @@ def dtype(text: str) -> torch.dtype:
     """Parse float32, float16 or bfloat16, by either name."""
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected {', '.join(DTYPES)}")
+    import torch
+
     return getattr(torch, DTYPES[text])
 
 
@@ -32,6 +36,8 @@ def device(text: str) -> str:
         return text
     if kind != "cuda" or (colon and not index.isdecimal()):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu, cuda or cuda:1")
+    import torch
+
     found = torch.cuda.device_count()
     if not found:
         why = "torch finds none" if torch.version.cuda else "this torch is built without CUDA"

@@ -86,6 +86,10 @@ class PackedFormat(Choice):
     INT4_G32 = 3
 
 
+#: what ``patch(lm_head=...)`` takes: "fp16" leaves the head as it is, any other name is a format
+HEADS = ("fp16", "int8")
+
+
 class Rotation(Choice):
     """``Rotation`` of ``csrc/latent_attention/latent_attention_params.h``: which elements turn together."""
 

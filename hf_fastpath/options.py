@@ -12,13 +12,12 @@ import torch
 from .architecture import PARTS
 from .cache.buffers import KV_DTYPES
 from .cache.fastpath_cache import check_page_size
+from .choices import HEADS
 from .decode.structure import MAX_BATCH
 from .quantization import FORMATS
 
 #: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all parts
 COMPONENTS = (*PARTS, "loop")
-#: what patch(lm_head=...) takes: "fp16" leaves the head as it is, any other name is a format
-HEADS = ("fp16", "int8")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .compat import (
-    CACHE,
+    cache_name,
     has_encoder,
     head_dim,
     is_multimodal,
@@ -100,7 +100,8 @@ def state_bytes(model: Any, batch: int = 1) -> int:
     if not any(kind.states for kind in kinds):
         return 0
     with torch.no_grad():
-        cache = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)[CACHE]
+        out = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)
+    cache = out[cache_name(model)]
     layers = [layer for layer, kind in zip(cache.layers, kinds) if kind.states]
     states = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
     return batch * sum(each.nbytes for held in states for each in held.values() if each is not None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from hf_fastpath import logs
 from hf_fastpath.native import build, loader
 from hf_fastpath.registry import FLOAT_DTYPES
 
@@ -78,6 +79,7 @@ def repeatable(request: pytest.FixtureRequest):
     """Give the same random numbers whatever ran before, and leave no trace of a test in the next one's globals."""
     threads = torch.get_num_threads()
     torch.manual_seed(1729)
+    logs.given.clear()
     if request.path.parent.name in ("ecosystem", "generation", "patches", "public", "recording"):
         torch.set_num_threads(1)  # for tiny models, handing a microsecond of work to a pool takes longer than the work
     yield

@@ -5,17 +5,12 @@ from __future__ import annotations
 import csv
 import importlib.util
 import re
-import shlex
 import sys
 from pathlib import Path
 
 import conftest
 import pytest
-import torch
 import yaml
-from models import CPU, require_native
-
-from hf_fastpath.cli import main as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -87,66 +82,10 @@ def test_a_line_is_ours_last_row_beside_others_of_its_commit(tmp_path, monkeypat
 #: the comment in the header of a kernel's folder
 LAB_LINK = re.compile(r"^// Experiments: docs/lab/(\S+)$", flags=re.M)
 
-# ---- what the pages tell to run ---------------------------------------------------------------------------
+# ---- links; tests/test_places.py runs what the pages tell to run -------------------------------------------
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.S | re.M)
-
-
-def test_readme_code_runs(monkeypatch, capsys):
-    """All blocks run one after the other, as they would for somebody in a clone."""
-    require_native(CPU)
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found, names = blocks(README, "python"), {}
-    assert "from_pretrained" in found[0] and "import hf_fastpath" in found[0], "the first snippet is complete"
-    for block in found:
-        exec(compile(block, "README.md", "exec"), names)
-    printed = capsys.readouterr().out
-    assert "decode loop: fast" in printed and names["result"].ok and "import os" in printed
-
-
-#: start of a command that is not run here -> why
-NOT_RUN = {
-    "pip install": "changes the environment",
-    "make demo": "sets an environment up; a test of its own, in effect: it is the example demo.py",
-    "python examples/": "tests/test_examples.py runs the examples",
-}
-
-
-def commands(page: Path) -> list[list[str]]:
-    """Return the commands of a page that run here, as words."""
-    lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
-    return [shlex.split(line, comments=True) for line in lines if not line.startswith(tuple(NOT_RUN))]
-
-
-#: commands of these, and of the lab pages, need machines and time
-MEASURED = ("performance.md", "model-speeds.md")
 ALL_PAGES = (README, *sorted(DOCS.rglob("*.md")))
-COMMANDS = dict.fromkeys(
-    " ".join(words)
-    for page in ALL_PAGES
-    if page.name not in MEASURED and page.parent.name != "lab"
-    for words in commands(page)
-)
-
-
-def test_commands_are_found():
-    assert {command.split()[1] for command in COMMANDS} == {"info", "explain", "verify", "bench"}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_runs(command, monkeypatch, capsys):
-    require_native(CPU)
-    monkeypatch.chdir(ROOT)
-    program, *arguments = shlex.split(command)
-    assert program == "hf-fastpath", f"{command}: run it here, or say in NOT_RUN why not"
-    assert cli.main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines
-    if arguments[0] in ("bench", "verify"):
-        assert max(map(len, (line for line in lines if "kernels" not in line and ".so)" not in line))) <= 100
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -74,6 +74,24 @@ def test_chat_begins_anew_where_a_template_writes_turns_anew(fast_counts):
     assert chat.cache is not kept and second == stock_answer(f"import os\n\n\ndef\n{first[3:]}\nclass\n", 12)
 
 
+@pytest.mark.parametrize("ending", ("", EOFError, KeyboardInterrupt), ids=("empty line", "Ctrl-D", "Ctrl-C"))
+def test_chat_ends(ending, fast_counts, monkeypatch, capsys):
+    """It ends with its report, however it is ended."""
+    chat, lines = example("chat"), ["import os\n\n\ndef", ending]
+
+    def typed(prompt):
+        line = lines.pop(0)
+        if not isinstance(line, str):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(sys, "argv", ["chat.py", str(TINY_PYTHON), "--dtype", "float32", "--max-new-tokens", "12"])
+    chat.main()
+    printed = capsys.readouterr().out
+    assert stock_answer("import os\n\n\ndef", 12).strip() in printed and "12 fast" in printed
+
+
 @pytest.fixture
 def client(fast_counts):
     pytest.importorskip("httpx", reason="httpx is not installed")
@@ -86,21 +104,79 @@ def asked(**options) -> dict:
     return {"messages": [{"role": "user", "content": "import os\n\n\ndef"}], "max_tokens": 12, **options}
 
 
+def chunks_of(client, **options) -> list[dict]:
+    """Return what a stream sends, without its end."""
+    with client.stream("POST", "/v1/chat/completions", json=asked(stream=True, **options)) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
 def test_server_answers_and_streams(client):
     expected = stock_answer("import os\n\n\ndef", 12)
     answer = client.post("/v1/chat/completions", json=asked()).json()
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
-    with client.stream("POST", "/v1/chat/completions", json=asked(stream=True)) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
-    assert lines[-1] == "[DONE]" and chunks[-1]["finish_reason"] == "stop" and len(chunks) > 3
-    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == expected
+    chunks = chunks_of(client)
+    assert len({chunk["id"] for chunk in chunks} | {answer["id"]}) == 2, "a stream has one id"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"} and "usage" not in chunks[-1]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""} and len(choices) >= 4
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == expected
     assert client.get("/report").json()["stats"]["fast_tokens"] == 2 * 12
     torch.manual_seed(0)
     sampled = client.post("/v1/chat/completions", json=asked(temperature=0.8, top_p=0.9))
     assert sampled.status_code == 200 and sampled.json()["choices"][0]["message"]["content"] != expected
     assert client.get("/report").json()["stats"]["fallback_tokens"] == 0
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+def test_server_counts_tokens(client):
+    prompt_tokens = tokenizer()("import os\n\n\ndef", return_tensors="pt")["input_ids"].shape[1]
+    usage = dict(prompt_tokens=prompt_tokens, completion_tokens=12, total_tokens=prompt_tokens + 12)
+    assert client.post("/v1/chat/completions", json=asked()).json()["usage"] == usage
+    chunks = chunks_of(client, stream_options={"include_usage": True})
+    assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [usage]
+    assert [len(chunk["choices"]) for chunk in chunks] == [1] * (len(chunks) - 1) + [0]
+    assert "usage" not in chunks_of(client, stream_options={"include_usage": False})[-1]
+
+
+@pytest.mark.parametrize(
+    ("end", "beyond", "reason"),
+    ((True, 5, "stop"), (True, 0, "stop"), (False, 0, "length")),
+    ids=("before the limit", "at the limit", "without an end"),
+)
+def test_server_says_why_an_answer_ended(end, beyond, reason, fast_counts, monkeypatch):
+    testclient = pytest.importorskip("fastapi.testclient", reason="FastAPI is not installed")
+    model = hf_fastpath.patch(trained(), quiet=True)
+    inputs = tokenizer()("import os\n\n\ndef", return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+    place = next(place for place in range(4, 12) if ids[place] not in ids[:place])
+    unused = next(token for token in range(3, 1000) if token not in ids)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [unused, ids[place]] if end else unused)
+    client = testclient.TestClient(example("serve").make_app(model, tokenizer(), "tiny"))
+    answer = client.post("/v1/chat/completions", json=asked(max_tokens=place + 1 + beyond)).json()
+    assert answer["choices"][0]["finish_reason"] == reason
+    assert answer["usage"]["completion_tokens"] == place + 1
+
+
+def test_server_answers_the_client_of_openai(client):
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+    ours = openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=client, max_retries=0)
+    expected = stock_answer("import os\n\n\ndef", 12)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "import os\n\n\ndef"}]}]
+    given = dict(model="tiny", messages=messages, temperature=0)
+    answer = ours.chat.completions.create(max_completion_tokens=12, **given)
+    assert answer.choices[0].message.content == expected and answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 12 and ours.models.list().data[0].id == "tiny"
+    options = dict(stream=True, stream_options={"include_usage": True})
+    chunks = list(ours.chat.completions.create(max_tokens=12, **options, **given))
+    assert len({chunk.id for chunk in chunks}) == 1 and chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage == answer.usage and not chunks[-1].choices
+    with pytest.raises(openai.UnprocessableEntityError):
+        ours.chat.completions.create(model="tiny", messages=[])
 
 
 @pytest.mark.parametrize("wrong", (dict(messages=[]), dict(max_tokens=0), dict(top_p=0), dict(temperature=-1)))
@@ -121,6 +197,9 @@ def test_server_passes_faults_on_and_goes_on(fast_counts, monkeypatch):
 
     monkeypatch.setattr(model, "generate", failing)
     assert client.post("/v1/chat/completions", json=asked()).status_code == 500
+    with client.stream("POST", "/v1/chat/completions", json=asked(stream=True)) as response:
+        last = [line.removeprefix("data: ") for line in response.iter_lines() if line][-1]
+    assert json.loads(last)["error"]["message"] == "RuntimeError: no memory"
     monkeypatch.setattr(model, "generate", real)
     assert client.post("/v1/chat/completions", json=asked()).status_code == 200
 
@@ -135,17 +214,24 @@ def test_server_stops_when_its_reader_is_gone(fast_counts, monkeypatch):
     assert stopped(ids, None).tolist() == [True, True]
 
 
-def test_transformers_serve_patches_what_it_loads(fast_counts, tmp_path, monkeypatch):
-    """The script is the command, with its arguments; the test asks its server as a client would."""
+@pytest.mark.parametrize("has_template", (True, False), ids=("template", "no_template"))
+def test_transformers_serve_patches_what_it_loads(has_template, fast_counts, tmp_path, monkeypatch):
+    """The script is the command, with its arguments; the test asks its server as a client would.
+
+    A model without a chat template, such as the one of this repository, continues the messages.
+    """
     for package in ("fastapi", "uvicorn", "openai", "pydantic", "httpx"):
         pytest.importorskip(package, reason=f"{package} is not installed")
+    pytest.importorskip(
+        "transformers.cli.transformers", reason="transformers' command lacks a package", exc_type=ImportError
+    )
     import uvicorn
     from fastapi.testclient import TestClient
     from transformers.cli.serving import model_manager
 
     trained().save_pretrained(tmp_path)
     words = copy.deepcopy(tokenizer())  # all tests share the original
-    words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" if has_template else None
     words.save_pretrained(tmp_path)
     module, servers = example("transformers_serve"), []
     monkeypatch.setattr(model_manager, "ModelManager", model_manager.ModelManager)  # so that it is put back at the end
@@ -155,9 +241,8 @@ def test_transformers_serve_patches_what_it_loads(fast_counts, tmp_path, monkeyp
         module.main()
     assert ended.value.code == 0 and servers[0].config.port == 8123
     (model,) = module.PatchingModelManager.seen
-    answer = TestClient(servers[0].config.app).post(
-        "/v1/chat/completions", json=asked(model=str(tmp_path), temperature=0)
-    )
+    client = TestClient(servers[0].config.app)
+    answer = client.post("/v1/chat/completions", json=asked(model=str(tmp_path), temperature=0))
     assert answer.json()["choices"][0]["message"]["content"] == stock_answer("import os\n\n\ndef", 12)
     assert fast_counts(model) == (12, 0)
 

@@ -16,12 +16,13 @@ import hf_fastpath
 from hf_fastpath.native import build, build_cache, loader, toolchain
 
 SCRIPT = """
-import copy, json, sys, warnings
+import copy, json, sys
 import torch
 sys.path.insert(0, sys.argv[1])
 import hf_fastpath
 from models import build, prompt
 from parity import assert_same_tokens
+from said import lines
 from hf_fastpath import loader, ops
 
 torch.set_num_threads(1)
@@ -29,10 +30,9 @@ cpu = torch.device("cpu")
 seen = []
 for architecture in ("gpt2", "mistral"):
     stock = build(architecture)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with lines() as said:
         ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-    seen += [str(w.message) for w in caught if "hf_fastpath" in str(w.message)]
+    seen += said
     options = dict(max_new_tokens=12, do_sample=False)
     ids = prompt(cpu, 2)
     assert_same_tokens(ours.generate(ids, **options), stock.generate(ids, **options), stock)

@@ -18,12 +18,21 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel, Text
 import hf_fastpath
 
 from ..cache.states import copy_states
-from ..compat import CACHE, LinearAttentionLayer
+from ..compat import LinearAttentionLayer, cache_name
 from ..patching.state import state_of
 from .measure import wait_for_pages
 
 #: name of the engine that is a separate program
 LLAMA_CPP = "llama.cpp"
+
+
+class NoSuchEngine(ValueError):
+    """A model does not have an engine: ``patch()`` refuses it, or its class takes no other attention."""
+
+
+def first_sentence(error: Exception) -> str:
+    """Return what an error says in its first sentence."""
+    return str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".")
 
 
 class Numbers:
@@ -69,7 +78,10 @@ AttentionInterface.register("unmasked_sdpa", _unmasked_sdpa)
 def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Make the model's layers call the attention registered as ``name``."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    try:
+        model.set_attn_implementation(name)
+    except ValueError as error:
+        raise NoSuchEngine(first_sentence(error)) from error
     try:
         yield
     finally:
@@ -86,7 +98,7 @@ def random_cache(model: PreTrainedModel, batch: int, length: int) -> DynamicCach
     config = model.config.get_text_config(decoder=True)
     few, cache = DynamicCache(config=config), DynamicCache(config=config)
     with torch.no_grad():
-        model(torch.zeros(batch, 4, dtype=torch.long, device=model.device), use_cache=True, **{CACHE: few})
+        model(torch.zeros(batch, 4, dtype=torch.long, device=model.device), use_cache=True, **{cache_name(model): few})
     for index, layer in enumerate(few.layers):
         if getattr(layer, "keys", None) is not None:
             sizes = [(*half.shape[:2], length, half.shape[3]) for half in (layer.keys, layer.values)]
@@ -114,7 +126,7 @@ def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
         ``generate(prompt, new_tokens, cache)``; the cache holds the first positions of the prompt.
 
     Raises:
-        ValueError: there is no such engine.
+        ValueError: there is no such engine, or, as NoSuchEngine, this model does not have it.
     """
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}, expected one of {', '.join(ENGINES)}")
@@ -124,7 +136,7 @@ def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
         if cache is None and name in KV_DTYPES:
             cache = hf_fastpath.FastpathCache(model.config, KV_DTYPES[name])
         if cache is not None:
-            options[CACHE] = cache
+            options[cache_name(model)] = cache
         mask = torch.ones_like(prompt)
         out = model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, **options)
         if out.shape[1] != prompt.shape[1] + new_tokens:
@@ -136,7 +148,10 @@ def engine(name: str, model: PreTrainedModel) -> Iterator[Generate]:
         if name == "flash":
             stack.enter_context(_attention(model, "unmasked_sdpa"))
         elif patches:
-            stack.enter_context(hf_fastpath.patched(model, quiet=True))
+            try:
+                stack.enter_context(hf_fastpath.patched(model, quiet=True))
+            except hf_fastpath.UnsupportedModelError as error:
+                raise NoSuchEngine(first_sentence(error)) from error
         wait_for_pages(model)
         yield generate
 

@@ -15,177 +15,40 @@ token, so every length is exact. Prefill is the time of one call that makes one 
 other costs of a call cancel out. With ``--filled`` a prompt is not read; its keys and values, all but the
 last, are drawn at random, so that long contexts cost no long prompts. There is no prefill then. After an
 engine is switched on, it makes an untimed call of the longest kind. Engines alternate, every second round in
-reverse order; tables give medians with half the distance between the 20th and 80th percentile. ``% of R`` is
-the share of the measured read bandwidth that it would take to read the weights once, and the KV cache up to
-the mean position or recurrent states. On a CPU, whose bandwidth drifts, the bandwidth is measured in every
-round, and each round's share refers to that round's bandwidth.
+reverse order; tables give medians and, of several rounds, half the distance between the 20th and 80th
+percentile. ``% of R`` is the share of the measured read bandwidth that it would take to read the weights
+once, and the KV cache up to the mean position or recurrent states. On a CPU, whose bandwidth drifts, the
+bandwidth is measured in every round, and each round's share refers to that round's bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_fastpath
 
 from .. import arguments, traffic
-from ..bandwidth import measure_read_bandwidth, read_buffer
+from ..bandwidth import measure_read_bandwidth
 from ..native import loader
 from ..options import HEADS
-from ..progress import announced, counted
+from ..progress import announced
 from ..quantization import FORMATS
 from ..tables import table
 from . import measure, shapes
-from .engines import ENGINES, KV_DTYPES, LLAMA_CPP, LlamaBench, copied_cache, engine, is_ours, random_cache
-from .measure import DTYPE_NAMES, DTYPES, Spread
+from .engines import ENGINES, KV_DTYPES, LlamaBench, first_sentence, is_ours, random_cache
+from .measure import DTYPE_NAMES, DTYPES, Spread, plus_minus
+from .rounds import Timings, Workload, run_workload
 
 DEFAULT_ENGINES = ("stock", "static", "ours")
-
-
-@dataclass
-class Workload:
-    """A workload that every engine runs.
-
-    Attributes:
-        prompt: int64 [batch, context] on the model's device.
-        warm_tokens, new_tokens: n1, and n2 - n1.
-        cache: holds all but the last position of the prompt; with None, the prompt is read.
-        state_bytes: of recurrent states, which every token reads.
-    """
-
-    prompt: torch.Tensor
-    warm_tokens: int
-    new_tokens: int
-    cache: DynamicCache | None = None
-    state_bytes: int = 0
-
-    @property
-    def mean_context(self) -> float:
-        """Positions that a timed decode step attends to, its own included, on average."""
-        return self.prompt.shape[1] + self.warm_tokens + (self.new_tokens - 1) / 2
-
-
-@dataclass
-class Timings:
-    """Measurements of one engine on one workload: seconds of calls and tokens, read bandwidths, peak bytes."""
-
-    first_call: float = 0.0
-    peak_memory: int | None = None
-    prefill: list[float] = field(default_factory=list)
-    token: list[float] = field(default_factory=list)
-    bandwidth: list[float] = field(default_factory=list)
-    note: str = ""
-
-
-def _reset_peak(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):  # on Linux, this resets the process's high-water mark
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _fallback_note(model: PreTrainedModel) -> str:
-    """Return what the report says about stock code that ran."""
-    stats = hf_fastpath.report(model).to_dict()["stats"]
-    reasons = "; ".join(
-        ": ".join([f"{count} x {code}", *stats["details"].get(code, ())]) for code, count in stats["reasons"].items()
-    )
-    return f"{stats['fallback_tokens']} stock tokens ({reasons})" if stats["fallback_tokens"] else ""
-
-
-def _run_round(name: str, model: PreTrainedModel, work: Workload, seen: Timings, timed: bool) -> None:
-    """Run one round of one engine; a round that is not timed measures the first call and the peak memory."""
-    device = work.prompt.device
-    longest = work.warm_tokens + work.new_tokens
-    if not timed:
-        _reset_peak(device)
-    start = time.perf_counter()
-    with engine(name, model) as generate:
-        cache = copied_cache(name, work.cache)
-        generate(work.prompt, longest, cache)
-        measure.synchronize(device)
-        if not timed:  # this call includes the patch, and all that is built, compiled or captured
-            seen.first_call = time.perf_counter() - start
-            seen.peak_memory = _peak(device)
-            seen.note = _fallback_note(model) if is_ours(name) else ""
-            return
-
-        def timed_call(count: int) -> float:
-            cache = copied_cache(name, work.cache)
-            return measure.seconds(lambda: generate(work.prompt, count, cache), device)
-
-        one, short, long = (timed_call(count) for count in (1, work.warm_tokens, longest))
-    if work.cache is None:
-        seen.prefill.append(one)
-    seen.token.append((long - short) / work.new_tokens)
-
-
-def run_workload(
-    model: PreTrainedModel,
-    work: Workload,
-    engines: Sequence[str],
-    repeats: int,
-    llama: LlamaBench | None = None,
-    label: str = "",
-) -> dict[str, Timings]:
-    """Time all engines, and ``llama``, on ``work`` alternately, ``repeats`` times; ``label`` stands in the bar."""
-    seen = {name: Timings() for name in (*engines, *([LLAMA_CPP] if llama else []))}
-    batch, context = work.prompt.shape
-    with counted(len(seen) * (repeats + 1), f"{label}, context {context}, batch {batch}") as bar:
-        _run_rounds(model, work, seen, repeats, llama, bar)
-    return seen
-
-
-def _run_rounds(
-    model: PreTrainedModel,
-    work: Workload,
-    seen: dict[str, Timings],
-    repeats: int,
-    llama: LlamaBench | None,
-    bar: tqdm,
-) -> None:
-    device = work.prompt.device
-    buffer = None
-    for turn in range(-1, repeats):  # turn -1 is the first call
-        if device.type == "cpu" and turn >= 0:
-            # one buffer serves all turns, and is made after the peak memory was measured
-            buffer = read_buffer(device) if buffer is None else buffer
-            bandwidth = measure_read_bandwidth(device, repeats=3, buffer=buffer)
-            for timings in seen.values():
-                timings.bandwidth.append(bandwidth)
-        for name in seen if turn % 2 == 0 else reversed(seen):
-            if name != LLAMA_CPP:
-                _run_round(name, model, work, seen[name], timed=turn >= 0)
-            elif turn >= 0:
-                context = work.prompt.shape[1] + work.warm_tokens
-                seen[name].token.append(llama.seconds_per_token(context, work.new_tokens))
-            bar.update()
 
 
 def _row(
@@ -204,9 +67,9 @@ def _row(
         "batch": batch,
         "engine": name,
         "prefill_tok_s": round(batch * context / prefill.p50, 1) if prefill else None,
-        "prefill_spread_percent": round(prefill.percent, 1) if prefill else None,
+        "prefill_spread_percent": prefill.percent if prefill else None,
         "decode_tok_s": round(batch / token.p50, 2),
-        "decode_spread_percent": round(token.percent, 1),
+        "decode_spread_percent": token.percent,
         "ms_per_token": round(1000 * token.p50, 4),
         "gb_s": round(moved / token.p50 / 1e9, 1),
         "percent_of_r": round(statistics.median(100 * moved / t / r for t, r in zip(seen.token, rounds)), 1),
@@ -226,9 +89,9 @@ def _row(
 TABLE: dict[str, Callable[[dict[str, Any]], str]] = {
     "engine": lambda r: r["engine"],
     "prefill tok/s": lambda r: (
-        f"{r['prefill_tok_s']:,.0f} ±{r['prefill_spread_percent']:.0f}%" if r["prefill_tok_s"] else ""
+        f"{r['prefill_tok_s']:,.0f}{plus_minus(r['prefill_spread_percent'])}" if r["prefill_tok_s"] else ""
     ),
-    "decode tok/s": lambda r: f"{r['decode_tok_s']:,.1f} ±{r['decode_spread_percent']:.0f}%",
+    "decode tok/s": lambda r: f"{r['decode_tok_s']:,.1f}{plus_minus(r['decode_spread_percent'])}",
     "ms/token": lambda r: f"{r['ms_per_token']:.3f}",
     "GB/s": lambda r: f"{r['gb_s']:.0f}" if r["gb_s"] >= 100 else f"{r['gb_s']:.1f}",
     "% of R": lambda r: f"{r['percent_of_r']:.1f}",
@@ -271,7 +134,7 @@ def bench(
         dtype, device: of the models that are built.
         contexts, batches: prompt lengths and batch sizes; a length that a model has no positions for is left out, and a
             line says so.
-        engines: names in :data:`ENGINES`.
+        engines: names in :data:`ENGINES`; one that a model does not have is left out, and a line says so.
         new_tokens: tokens timed by one decode measurement.
         repeats: timed rounds.
         filled: take prompts from random caches instead of reading them.
@@ -302,7 +165,11 @@ def bench(
         else:
             model, label = entry, entry.config.model_type
         if weights is not None:
-            hf_fastpath.patch(model, weights=weights, lm_head=lm_head, keep_original=False)
+            try:
+                hf_fastpath.patch(model, weights=weights, lm_head=lm_head, keep_original=False)
+            except ValueError as error:  # an UnsupportedModelError is one
+                echo(f"{label}: left out, {first_sentence(error)}")
+                continue
             label = f"{label} {weights}" + ("" if lm_head == HEADS[0] else f", {lm_head} head")
         # Short contexts come first: transformers keeps the longest static cache that it ever made, and would read
         # all of it.
@@ -318,11 +185,16 @@ def bench(
                 if filled and context > 1:
                     work.cache = random_cache(model, batch, context - 1)
                 found = run_workload(model, work, engines, repeats, llama if batch == 1 else None, label)
-                made = [{**known, **_row(model, label, name, work, seen, bandwidth)} for name, seen in found.items()]
+                for name, seen in found.items():
+                    if seen.left_out:
+                        echo(f"{label}: engine {name} left out, {seen.left_out}")
+                measured = {name: seen for name, seen in found.items() if not seen.left_out}
+                made = [{**known, **_row(model, label, name, work, seen, bandwidth)} for name, seen in measured.items()]
                 rows += made
                 if csv is not None:
                     measure.append_csv(csv, made)
-                echo(_shown(made))
+                if made:
+                    echo(_shown(made))
         del model
     return rows
 
@@ -385,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if given.json:
         print(json.dumps(rows, indent=1))
-    return 0
+    return 0 if rows else 1
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def measured(study: Study, device: torch.device, dtype: torch.dtype, rounds: int
         "dtype": measure.DTYPE_NAMES[dtype],
         "weight_bytes": num_bytes,
         "ms_per_token": round(1e3 * spread.p50, 4),
-        "spread_percent": round(spread.percent, 1),
+        "spread_percent": spread.percent,
         "gb_s": round(num_bytes / spread.p50 / 1e9, 1),
         "percent_of_r": round(100 * num_bytes / spread.p50 / bandwidth, 1),
         "r_gb_s": round(bandwidth / 1e9, 1),
@@ -133,7 +133,7 @@ def _shown(rows: Sequence[dict]) -> str:
     cells = [
         (
             *(row["format"], row["layout"], f"{row['weight_bytes'] / 1e9:.2f}"),
-            *(f"{row['ms_per_token']:.4f} ±{row['spread_percent']}%", f"{row['gb_s']:.1f}"),
+            *(f"{row['ms_per_token']:.4f}{measure.plus_minus(row['spread_percent'], 1)}", f"{row['gb_s']:.1f}"),
             *(f"{row['percent_of_r']:.1f}", f"{row['r_gb_s']:.1f}"),
         )
         for row in rows

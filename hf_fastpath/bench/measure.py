@@ -28,24 +28,31 @@ DATA_DIR = _ROOT / "benchmarks" / "data" if IS_CHECKOUT else Path()
 
 @dataclass(frozen=True)
 class Spread:
-    """Median of several timings with the 20th and 80th percentile, in the unit of the timings."""
+    """Median of timings with the 20th and 80th percentile, in their unit; one timing alone has no percentiles."""
 
     p50: float
-    p20: float
-    p80: float
+    p20: float | None
+    p80: float | None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Compute the spread of at least one value; percentiles are interpolated."""
         if len(values) == 1:
-            return cls(values[0], values[0], values[0])
+            return cls(values[0], None, None)
         fifths = statistics.quantiles(values, n=5, method="inclusive")
         return cls(statistics.median(values), fifths[0], fifths[-1])
 
     @property
-    def percent(self) -> float:
-        """Half the distance between the percentiles, in per cent of the median."""
-        return 50 * (self.p80 - self.p20) / self.p50 if self.p50 else 0.0
+    def percent(self) -> float | None:
+        """Half the distance between the percentiles, in per cent of the median, with one decimal; None without any."""
+        if self.p20 is None or self.p80 is None:
+            return None
+        return round(50 * (self.p80 - self.p20) / self.p50, 1) if self.p50 else 0.0
+
+
+def plus_minus(percent: float | None, decimals: int = 0) -> str:
+    """Return what tables show of :attr:`Spread.percent` behind a value: nothing if there is no spread."""
+    return "" if percent is None else f" ±{percent:.{decimals}f}%"
 
 
 def synchronize(device: torch.device) -> None:

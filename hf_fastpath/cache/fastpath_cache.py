@@ -217,19 +217,23 @@ class FastpathCache(Cache):
         self._trim()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        if self.tables is not None:
+        if self._has_pages():
             return self._select(beam_idx.tolist())
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.tables is not None:
+        if self._has_pages():
             return self._select([row for row in range(self._batch()) for _ in range(repeats)])
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.tables is not None:
+        if self._has_pages():
             return self._select(torch.arange(self._batch())[torch.as_tensor(indices).cpu()].tolist())
         super().batch_select_indices(indices)
+
+    def _has_pages(self) -> bool:
+        """Whether layers keep pages; a cache of states alone has none, whatever its page size."""
+        return self.tables is not None and bool(self.key_layers)
 
     def _batch(self) -> int:
         return max((layer.batch_size for layer in self.key_layers), default=0)
@@ -239,7 +243,7 @@ class FastpathCache(Cache):
         self.take()
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
-                layer.batch_select_indices(torch.tensor(rows, device=getattr(layer, "device", None)))
+                layer.batch_select_indices(torch.tensor(rows, dtype=torch.long, device=getattr(layer, "device", None)))
         for table in self._block_tables():
             table.select(rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import compat, traffic
-from ..errors import UnsupportedModelError
+from ..errors import NoCounterpart, UnsupportedModelError
 from ..native import loader
 from ..options import Options
 from ..patching import selftest
@@ -17,6 +18,8 @@ from ..patching.analyse import analyse
 from ..patching.coverage import check_anything
 from ..patching.plan import PatchPlan
 from ..patching.reporting import Report
+from ..quantization.linear import PackedLinear
+from ..quantization.schemes import repack_empty, schemes_of
 from ..reasons import REASONS
 from ..recording.family import RECORDED
 from ..stats import Stats
@@ -59,12 +62,13 @@ class Explanation:
         dtype: type of the weights.
         report: what ``patch()`` would report, or None.
         unsupported: why nothing would be fast, or None.
+        checkpoint: what becomes of weights that the checkpoint has quantized; None if it has not.
         kernels: the kernels that serve the device here.
         self_tested: whether ``patch()`` would try a small twin first: on an untested version of transformers, or for a
             family that is known only by its structure.
         gpus: number of GPUs of one host over which the model would be spread by its ``tp_plan``; 1 for none.
         bandwidth: bytes a second of a GPU, or None.
-        steps: what decode steps read; empty if nothing would be fast.
+        steps: what decode steps read; empty if nothing would be fast, or not the steps of a quantized checkpoint.
     """
 
     source: str
@@ -74,6 +78,7 @@ class Explanation:
     dtype: str
     report: Report | None
     unsupported: str | None
+    checkpoint: str | None
     kernels: str
     self_tested: bool
     gpus: int
@@ -92,6 +97,8 @@ class Explanation:
     def __str__(self) -> str:
         size = f"{self.parameters / 1e9:.3g} B parameters, {self.weight_bytes / 1e9:.3g} GB in {self.dtype}"
         lines = [f"{self.source}: {self.model}, {size}"]
+        if self.checkpoint is not None:
+            lines.append(f"  checkpoint: {self.checkpoint}")
         if self.report is None:
             why = f"nothing would be fast: {self.unsupported}".splitlines()
             return "\n".join([*lines, *(f"  {line}" for line in why)])
@@ -201,14 +208,13 @@ def explain_config(
         raise ValueError(
             f"transformers makes no model of {source!r} ({type(config).__name__}): {type(error).__name__}: {first}"
         ) from error
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    plan, report, unsupported, checkpoint = None, None, None, None
+    quantized = compat.quantization_config(config)
+    if quantized is not None:
+        model, checkpoint, unsupported = _of_checkpoint(model, quantized)
     inside = compat.generating_model(model)
-    plan, report, unsupported = None, None, None
-    if getattr(config, "quantization_config", None) is not None:
-        unsupported = (
-            f"as far as a config tells: the weights are quantized (quantized_format: {REASONS['quantized_format']}). "
-            "patch() repacks some checkpoints: load it, patch it, and see report(model)"
-        )
-    else:
+    if unsupported is None:
         try:
             plan, report = examine(inside)
             if gpus > 1:
@@ -217,20 +223,64 @@ def explain_config(
                 report = None if why else replace(report, patched={}, ranks=f"{gpus} ranks, modules stay stock's")
         except UnsupportedModelError as error:
             unsupported = str(error)
+    has_steps = report is not None and compat.can_generate(inside) and (quantized is None or report.loop == "fast")
     return Explanation(
         source=source,
         model=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        parameters=parameters,
+        weight_bytes=sum(each.nbytes for each in model.parameters()) + _packed_bytes(model),
         dtype=str(dtype).removeprefix("torch."),
         report=report,
         unsupported=unsupported,
+        checkpoint=checkpoint,
         kernels=str(loader.status().get(device, loader.Status(device, "reference", "no kernels for this device"))),
         self_tested=plan is not None and selftest.is_due(plan),
         gpus=gpus,
         bandwidth=bandwidth,
-        steps=() if report is None or not compat.can_generate(inside) else _steps(inside, dtype, bandwidth, gpus),
+        steps=_steps(inside, dtype, bandwidth, gpus) if has_steps else (),
     )
+
+
+def _packed_bytes(model: nn.Module) -> int:
+    packed = (each for each in model.modules() if type(each) is PackedLinear)
+    return sum(buffer.nbytes for each in packed for buffer in each.buffers())
+
+
+def _of_checkpoint(model: nn.Module, quantized: dict[str, Any]) -> tuple[nn.Module, str, str | None]:
+    """Return what ``patch()`` would find of a model whose checkpoint is quantized, or repack it to.
+
+    Args:
+        model: with unquantized layers, on the meta device.
+        quantized: the ``quantization_config``.
+
+    Returns:
+        The model with the layers that ``patch()`` decides about; what becomes of the weights; and why nothing would be
+        fast, or None if the layers tell.
+    """
+    method, error = compat.quantization_method(quantized), ""
+    loaded, kind = copy.deepcopy(model), None
+    try:
+        kind = compat.give_quantized_layers(loaded, quantized)
+        if kind is compat.Loaded.PLAIN:
+            return model, f"{method} weights, which transformers dequantizes when it loads them on this machine", None
+    except Exception as caught:  # of transformers or the method's package, which is missing here, or needs a GPU
+        error = f"{type(caught).__name__}: " + next(iter(str(caught).strip().splitlines()), "")
+    try:
+        packed = copy.deepcopy(model)
+        formats = repack_empty(compat.generating_model(packed), schemes_of(quantized))
+        if formats:
+            here = f"; transformers does not load it on this machine ({error})" if error else ""
+            return packed, f"{method} weights, which patch() repacks as {' and '.join(sorted(formats))}{here}", None
+        return model, f"{method} weights outside of the layers that patch() repacks", None
+    except NoCounterpart as found:
+        reason = str(found)
+    option = compat.dequantizing_option(method)
+    helps = f"; or load the checkpoint with {option}, which leaves plain weights" if option else ""
+    if kind is not compat.Loaded.LAYERS:
+        about = f"{method}; {error}" if error else method
+        why = f"{reason} ({about}): {REASONS[reason]}{helps}"
+        return model, f"{method} weights, which patch() does not repack", why
+    return loaded, f"{method} weights, which patch() does not repack: {REASONS[reason]}{helps}", None
 
 
 def _steps(model: Any, dtype: torch.dtype, bandwidth: float | None, gpus: int) -> tuple[Step, ...]:

@@ -1,4 +1,7 @@
-"""Command line: ``python -m hf_fastpath info | explain | verify | bench``."""
+"""Command line: ``python -m hf_fastpath info | explain | verify | bench``.
+
+torch and transformers, which take seconds, are imported by the commands that need them.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,37 @@ import argparse
 import difflib
 import json
 import platform
-import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .. import __version__, arguments, registry
-from ..architecture import architectures
-from ..native import build, loader
-from ..options import HEADS
+from .. import __version__, arguments
+from ..choices import HEADS, PackedFormat
 from ..progress import announced
-from ..quantization import FORMATS
 from ..reasons import REASONS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = tuple(format.label for format in PackedFormat)
+
+
+def _own_device() -> str:
+    """Return the device that is meant if none is named."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def info() -> dict[str, Any]:
     """Return what this installation has: versions, devices, their kernels and why, ops, architectures."""
+    import torch
     import transformers
 
-    for device in build.TARGETS:
-        loader.ensure(device, lambda line: print(line, file=sys.stderr))
+    from .. import ops
+    from ..architecture import architectures
+    from ..native import loader
+
+    for device in loader.status():
+        loader.ensure(device)
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "hf_fastpath": __version__,
@@ -41,7 +50,7 @@ def info() -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
         "gpus": gpus,
         "kernels": {device: str(status) for device, status in loader.status().items()},
-        "ops": sorted(registry.all_ops()),
+        "ops": sorted(ops.__all__),
         "architectures": [architecture.name for architecture in architectures()],
     }
 
@@ -51,13 +60,15 @@ def _load_model(given: argparse.Namespace) -> tuple[Any, Any]:
 
     with announced(f"loading {given.model}"):
         remote = dict(trust_remote_code=given.trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=given.dtype, **remote)
+        dtype = given.dtype or "float32"
+        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype, **remote)
         return model.to(given.device).eval(), AutoTokenizer.from_pretrained(given.model, **remote)
 
 
 def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from ..check.verification import verify
 
+    given.device = given.device or _own_device()
     try:
         model, tokenizer = _load_model(given)
     except (OSError, ValueError) as error:
@@ -101,8 +112,10 @@ def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"unknown reason code {what!r}. Did you mean {close[0]!r}?")
     from ..bandwidth import measure_read_bandwidth
     from ..check.explain import explain
+    from ..native import loader
 
-    loader.ensure(given.device, lambda line: print(line, file=sys.stderr))
+    given.device = given.device or _own_device()
+    loader.ensure(given.device)
     bandwidth = given.bandwidth
     if bandwidth == "measure":
         try:
@@ -172,7 +185,7 @@ def _main(argv: Sequence[str] | None) -> int:
         help="of the weights: float32, float16, bfloat16; default: the config's",
     )
     explain.add_argument(
-        "--device", default=DEVICE, choices=("cpu", "cuda"), help="whose kernels and bandwidth are meant"
+        "--device", choices=("cpu", "cuda"), help="whose kernels and bandwidth are meant; default: cuda if there is one"
     )
     explain.add_argument(
         "--bandwidth", type=arguments.bandwidth, help="GB/s the device reads, or 'measure': shows the limits"
@@ -190,15 +203,13 @@ def _main(argv: Sequence[str] | None) -> int:
     )
     verify.add_argument("model", help="folder or name of a causal LM")
     verify.add_argument("--prompt", default="import os\n\n\ndef", help="text to continue")
-    verify.add_argument(
-        "--dtype", default="float32", type=arguments.dtype, help="of the weights: float32 (default), float16, bfloat16"
-    )
-    verify.add_argument("--device", default=DEVICE, type=arguments.device, help="here: %(default)s")
+    verify.add_argument("--dtype", type=arguments.dtype, help="of the weights: float32 (default), float16, bfloat16")
+    verify.add_argument("--device", type=arguments.device, help="cuda, cuda:1, cpu; default: cuda if there is one")
     verify.add_argument("--max-new-tokens", type=arguments.count, default=64, help="that each row compares")
     verify.add_argument(
         "--weights",
         nargs="+",
-        choices=tuple(FORMATS),
+        choices=FORMATS,
         metavar="FORMAT",
         help=f"instead: what quantizing costs, for some of {', '.join(FORMATS)}: perplexity and divergence over --text",
     )

@@ -10,6 +10,7 @@ from .caches import (
     DynamicCache,
     LayerKind,
     LinearAttentionLayer,
+    cache_name,
     cache_of,
     is_continuous_batch,
     layer_kind,
@@ -152,6 +153,15 @@ from .parallel import (
     with_local_tensor,
 )
 from .placement import brought, execution_device, input_device, place_like, placement
+from .quantizers import (
+    Loaded,
+    dequantizing_option,
+    give_quantized_layers,
+    quantization_config,
+    quantization_method,
+    quantization_methods,
+    should_convert_module,
+)
 from .seams import (
     CONVERT,
     EXPAND,

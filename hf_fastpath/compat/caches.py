@@ -24,6 +24,16 @@ CACHE = (
 )
 
 
+#: what Mamba's classes call it before 5.24
+_STATES_CACHE = "cache_params"
+
+
+def cache_name(model: Any) -> str:
+    """Return the name that a model's forward and ``generate()`` take the cache by, and that their outputs have."""
+    names = inspect.signature(type(model).forward).parameters
+    return _STATES_CACHE if _STATES_CACHE in names and CACHE not in names else CACHE
+
+
 def cache_of(arguments: Mapping[str, Any], own_name: str | None) -> Any:
     """Return the KV cache among a forward's arguments.
 

@@ -135,6 +135,8 @@ def append_states(
             states, of_states = quantized(states, cache.dtype)
             scales.index_copy_(2, new % size, of_states)
         states = states.to(cache.dtype)
+        if cache.element_size() == 1:  # PyTorch copies no float8 by index on a CPU
+            states, cache = states.view(torch.uint8), cache.view(torch.uint8)
         if block_table is None:
             cache.index_copy_(2, new % size, states)
         else:

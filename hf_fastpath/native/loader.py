@@ -2,21 +2,22 @@
 
 ``HF_FASTPATH_BUILD`` is ``auto`` (the default: ``patch()`` builds what is missing), ``never`` (use only what is there)
 or ``force`` (``patch()`` builds even if something is there). With ``HF_FASTPATH_NATIVE=0`` nothing is loaded, and every
-op runs its PyTorch reference. ``HF_FASTPATH_TARGETS`` says which libraries may be built.
+op runs its PyTorch reference. ``HF_FASTPATH_TARGETS`` says which libraries may be built. Importing this module, which
+all ops do, loads what came with the package; nothing is built then.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from .. import logs, switches
 from . import build, build_cache, toolchain
+from .toolchain import build_mode
 
-BUILD_MODES = ("auto", "never", "force")
 #: reason codes of a device without compiled kernels
 NO_KERNELS = ("no_native_library", "unsupported_platform", "unsupported_device")
 
@@ -80,7 +81,7 @@ def cause(devices: Iterable[str]) -> str | None:
 
 def switched_off() -> bool:
     """Whether the user asks for the references with ``HF_FASTPATH_NATIVE=0``."""
-    return os.environ.get("HF_FASTPATH_NATIVE", "1") == "0"
+    return not switches.is_on("HF_FASTPATH_NATIVE", default=True)
 
 
 def description(device: str) -> dict | None:
@@ -93,18 +94,6 @@ def cuda_archs() -> tuple[str, ...]:
     return tuple((description("cuda") or {}).get("cuda_archs", ()))
 
 
-def build_mode() -> str:
-    """Return the value of ``HF_FASTPATH_BUILD``.
-
-    Raises:
-        ValueError: the value is none of auto, never, force.
-    """
-    mode = os.environ.get("HF_FASTPATH_BUILD", "auto")
-    if mode not in BUILD_MODES:
-        raise ValueError(f"HF_FASTPATH_BUILD is {mode!r}, expected one of {', '.join(BUILD_MODES)}")
-    return mode
-
-
 def _unknown(device: str) -> Status:
     """Return the status of a kind of device that the project has no kernels for."""
     return _without(device, f"there are kernels for CPUs and NVIDIA GPUs, none for {device}", "unsupported_device")
@@ -113,7 +102,7 @@ def _unknown(device: str) -> Status:
 def _unusable(device: str) -> Status | None:
     """Return why no native library can serve ``device`` in this process, or None."""
     if switched_off():
-        return _without(device, "HF_FASTPATH_NATIVE=0")
+        return _without(device, f"HF_FASTPATH_NATIVE={switches.word('HF_FASTPATH_NATIVE')}")
     if reason := toolchain.unsupported_platform(device):
         return _without(device, reason, "unsupported_platform")
     if device == "cuda" and torch.version.hip:
@@ -186,10 +175,10 @@ def _packaged(device: str) -> Path | None:
 
 
 def load_existing() -> None:
-    """Load what came with the package. ``import hf_fastpath`` calls it; it never builds, and never touches the GPU."""
+    """Load what came with the package. Importing this module calls it; it never builds, and never touches the GPU."""
     for device in build.TARGETS:
         found = _unusable(device)
-        if found is None and os.environ.get("HF_FASTPATH_BUILD") == "force":
+        if found is None and switches.word("HF_FASTPATH_BUILD") == "force":
             found = _without(device, "HF_FASTPATH_BUILD=force: patch() builds one")
         path = _packaged(device) if found is None else None
         if path is not None:
@@ -199,12 +188,12 @@ def load_existing() -> None:
             _status[device] = found or _without(device, detail)
 
 
-def ensure(device: str, progress: Callable[[str], None] | None = print) -> Status:
+def ensure(device: str, progress: Callable[[str], None] | None = logs.say) -> Status:
     """Make the native library of ``device`` available if that is possible; ``patch()`` calls it.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``; any other device stays on the references.
-        progress: receives a line when something is compiled; with None, nothing is printed.
+        progress: receives a line when something is compiled; with None, nothing is said.
 
     Returns:
         What serves the device now.
@@ -288,3 +277,6 @@ def _load_cached(device: str, path: Path) -> bool:
             raise build.BuildError(reason)
     build_cache.used(build_cache.note_file(path))
     return _load(device, "cache", path)
+
+
+load_existing()

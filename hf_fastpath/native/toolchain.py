@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import switches
+
 TARGETS = ("cpu", "cuda")
 #: architectures of a wheel; a local build takes the architectures of the GPUs at hand
 WHEEL_CUDA_ARCHS = ("80", "86", "89", "90a", "100", "120")
@@ -201,7 +203,19 @@ def _free_memory() -> int | None:
     return min(found) if found else None
 
 
-# ---- targets and CUDA architectures ------------------------------------------------------------------------
+# ---- what the environment asks for -------------------------------------------------------------------------
+
+#: what ``HF_FASTPATH_BUILD`` may name; switched on is "auto", switched off "never"
+BUILD_MODES = ("auto", "never", "force")
+
+
+def build_mode() -> str:
+    """Return the value of ``HF_FASTPATH_BUILD``, one of :data:`BUILD_MODES`.
+
+    Raises:
+        ValueError: the value is none of them, and no switch.
+    """
+    return switches.mode("HF_FASTPATH_BUILD", BUILD_MODES, on="auto", off="never")
 
 
 def wanted_targets() -> tuple[str, ...] | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import Any
 
 from torch import nn
 
-from .. import compat, structural
+from .. import compat, structural, switches
 from ..architecture import PARTS, Architecture, architectures
 from ..decode import parts, structure
 from ..decode.attention_part import AttentionPart
@@ -25,7 +24,7 @@ from ..recording.placed_part import RecordedAlone
 from ..recording.spread_part import RecordedOverRanks
 from .plan import Binding, Declined, PatchPlan
 
-#: environment variable; if it is set, whole models are recorded even if an architecture file describes them
+#: environment variable; if it is switched on, whole models are recorded even if an architecture file describes them
 RECORD = "HF_FASTPATH_RECORD"
 
 
@@ -98,7 +97,7 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
     """
     ranks = Ranks(compat.rank_group(model))
     reason = _loop_disabled(options) or (None if no_kernels is None else Cause(no_kernels, module=model))
-    families: list[Family] = [] if os.environ.get(RECORD) else [Sharded(each, ranks) for each in architectures()]
+    families: list[Family] = [] if switches.is_on(RECORD) else [Sharded(each, ranks) for each in architectures()]
     if compat.can_generate(model):
         families.append(RecordedOverRanks(model, ranks))
     found = ((each, each.model_part(model)) for each in families)
@@ -226,7 +225,7 @@ def _family(
     """Return the family of a whole model: its architecture; or the recorder if no module is of any architecture, or if
     the model reads images or sound as well, or has an encoder."""
     described = next((each for each in known if structure.model_part(each, model) is not None), None)
-    if described is not None and not os.environ.get(RECORD):
+    if described is not None and not switches.is_on(RECORD):
         return Described(described)
     if compat.is_multimodal(model) or compat.has_encoder(model):
         return RecordedAlone(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import compat
+from .. import compat, logs
 from ..decode.structure import MAX_BATCH
 from ..native import huge_pages, loader
 from ..options import HEADS, Options
@@ -60,7 +61,7 @@ def patch(
         ops: ``"all"``, or names out of ``norm``, ``mlp``, ``attention``, ``layer``, ``loop``.
         strict: raise FallbackError wherever stock code would run instead of our code.
         max_batch_size: sequences the decode loop takes at most, 1 to 64.
-        quiet: print no report.
+        quiet: print no report. Else it goes to stderr.
         page_size: positions of a page, a power of two from 16 on: ``generate()`` then keeps keys and values in pages
             that sequences share, see ``FastpathCache``. With None, every layer has one buffer.
 
@@ -104,7 +105,7 @@ def _patch_alone(
         check_whole(given)
         devices = _devices(model)
         for device in sorted(devices):
-            loader.ensure(device, None if quiet else print)
+            loader.ensure(device, None if quiet else logs.say)
         check_kernels(devices, options.strict)
         state = PatchState(options)
         with _alone(model, state, "patch") as is_ours:
@@ -216,7 +217,7 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
         state.huge_pages.wait(_SMALL_MOVE)
     keep_recording(plan, state)
     if not quiet:
-        print(report(model))
+        print(report(model), file=sys.stderr)
 
 
 def _record_again(recorded: Recorded, state: PatchState) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 
 from torch import nn
 
-from .. import compat, structural
+from .. import compat, logs, structural
 from ..architecture import architectures
 from ..errors import UnsupportedModelError
 from ..native import loader
@@ -61,7 +60,7 @@ def check_kernels(devices: Iterable[str], strict: bool) -> None:
     if strict or not loader.switched_off():
         hint = "HF_FASTPATH_NATIVE=0 runs stock code instead; `python -m hf_fastpath info` says what each device has"
         raise UnsupportedModelError(f"{cause}\n{hint}")
-    warnings.warn(f"hf_fastpath: {cause}\nEvery module runs stock code.", stacklevel=4)
+    logs.warn(f"hf_fastpath: {cause}\nEvery module runs stock code.")
 
 
 def check_anything(plan: PatchPlan) -> None:
@@ -131,4 +130,4 @@ def check_coverage(plan: PatchPlan) -> None:
         text = f"{len(plan.declined)} modules keep stock code ({', '.join(partial)}): {why}"
         if plan.options.strict:
             raise UnsupportedModelError(f"{text}. strict=True forbids that.{helps}")
-        warnings.warn(f"hf_fastpath: {text}.{helps} See report(model).", stacklevel=3)
+        logs.warn(f"hf_fastpath: {text}.{helps} See report(model).")

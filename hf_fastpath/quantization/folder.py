@@ -19,7 +19,6 @@ import json
 import os
 import re
 import secrets
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ import filelock
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .. import logs
 from .file_index import (
     DTYPES,
     INDEX,
@@ -327,10 +327,9 @@ def write(
         _settle(directory)
         placed, taken, foreign = _placing(directory, former, configs)
         if foreign:
-            warnings.warn(
-                f"save_packed() leaves {', '.join(foreign)} in {directory} as they are: another program made them, or "
-                "an edit. load_packed() reads the save's own copies; other programs do not",
-                stacklevel=3,
+            logs.warn(
+                f"hf_fastpath: save_packed() leaves {', '.join(foreign)} in {directory} as they are: another program "
+                "made them, or an edit. load_packed() reads the save's own copies; other programs do not"
             )
         copies = {f"{own}-{name}": content for name, content in configs.items()}
         part = directory / f"{own}{_PART}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import logs
 from ..compat import Conv1D, class_named, model_of_config
 from ..decode.structure import MAX_BATCH
 from ..native import huge_pages, loader
@@ -93,7 +93,7 @@ def load_packed(
         _check_model(made, files)
         files.check()
         loading = _Loading(made, files, _device_of(made, device))
-        loader.ensure(loading.device.type, None if quiet else print)
+        loader.ensure(loading.device.type, None if quiet else logs.say)
         loading.read()
         try:
             patch_with(made, options, quiet, loading.put)
@@ -133,10 +133,10 @@ def _made(directory: Path, files: PackedFiles, trust_remote_code: bool) -> nn.Mo
             ) from error
     changed = files.changed_since()
     if changed:
-        warnings.warn(
-            f"load_packed(): {', '.join(changed)} in {directory} are not what save_packed() wrote. The save's own "
-            "copies are loaded; for a model of another config, make it yourself and call load_packed(model, directory)",
-            stacklevel=3,
+        logs.warn(
+            f"hf_fastpath: {', '.join(changed)} in {directory} are not what save_packed() wrote. load_packed() loads "
+            "the save's own copies; for a model of another config, make it yourself and call load_packed(model, "
+            "directory)"
         )
     model.config._name_or_path = model.name_or_path = str(directory)
     return model.eval()

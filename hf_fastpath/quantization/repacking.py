@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ from .formats import FORMATS, Format, PackedWeight, pack, padded
 from .linear import PackedLinear
 from .replacing import Replaced, of_one_input, places_of
 
+#: gets layers of one input; gives those that are replaced, each with the layer that takes its place
+Packing = Callable[[list[nn.Module]], list[tuple[nn.Module, PackedLinear]]]
 #: scales that are not float16 are brought below 2 ** this by the multiplier
 _LARGEST_SCALE = 7
 
@@ -45,29 +48,52 @@ class RemovedHooks:
             self.module._forward_pre_hooks.setdefault(key, hook)
 
 
+def format_for(bits: int, group: int, in_features: int, has_zeros: bool, zeros_fit: bool, steps_fit: bool) -> Format:
+    """Return the format that holds quants exactly.
+
+    Args:
+        bits, group: of the quants, as of :class:`.checkpoints.IntWeight`.
+        in_features: weights of a row.
+        has_zeros: whether a zero point is not 0.
+        zeros_fit: whether all zero points are numbers of four bits.
+        steps_fit: whether all quants less their zero points are numbers of eight bits.
+
+    Raises:
+        NoCounterpart: there is no such format.
+    """
+
+    def groups_fit(format: Format) -> bool:
+        return group >= in_features or group % format.group == 0
+
+    int4, int4_g32, int8 = FORMATS["int4"], FORMATS["int4_g32"], FORMATS["int8"]
+    if bits <= 4:
+        if zeros_fit and groups_fit(int4):
+            return int4
+        if groups_fit(int4_g32) and not has_zeros:
+            return int4_g32
+    elif bits == 8 and groups_fit(int8) and steps_fit:
+        return int8
+    raise NoCounterpart("quantized_format")
+
+
 def counterpart(weight: IntWeight) -> Format:
     """Return the format that holds a weight's quants exactly.
 
     Raises:
         NoCounterpart: there is no such format.
     """
-    in_features = weight.quants.shape[1]
-
-    def groups_fit(format: Format) -> bool:
-        return weight.group >= in_features or weight.group % format.group == 0
-
-    int4, int4_g32, int8 = FORMATS["int4"], FORMATS["int4_g32"], FORMATS["int8"]
-    if weight.bits <= 4:
-        in_range = -8 <= int(weight.zeros.min()) and int(weight.zeros.max()) <= 7
-        if in_range and groups_fit(int4):
-            return int4
-        if groups_fit(int4_g32) and not bool(weight.zeros.any()):
-            return int4_g32
-    elif weight.bits == 8 and groups_fit(int8):
+    steps_fit = weight.bits == 8
+    if steps_fit:
         steps = weight.quants - _of_columns(weight.zeros, weight)
-        if -128 <= int(steps.min()) and int(steps.max()) <= 127:  # the format holds -128; only our quantizer avoids it
-            return int8
-    raise NoCounterpart("quantized_format")
+        steps_fit = -128 <= int(steps.min()) and int(steps.max()) <= 127  # -128 too, which only our quantizer avoids
+    return format_for(
+        weight.bits,
+        weight.group,
+        weight.quants.shape[1],
+        bool(weight.zeros.any()),
+        -8 <= int(weight.zeros.min()) and int(weight.zeros.max()) <= 7,
+        steps_fit,
+    )
 
 
 def _of_columns(values: torch.Tensor, weight: IntWeight) -> torch.Tensor:
@@ -143,7 +169,7 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
         return
     first = len(replaced)
     try:
-        _repack_layers(part, replaced, quiet)
+        repack_layers(part, replaced, quiet, _packed_alike)
     except NoCounterpart as found:
         while len(replaced) > first:
             replaced.pop().undo()
@@ -155,34 +181,57 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
     _remove_hooks(model, hooks)
 
 
-def _repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool) -> None:
+def repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool, packed: Packing) -> None:
+    """Replace the projections of all decoder layers, and the head, by what ``packed`` makes of them.
+
+    Args:
+        part: the model in its roles.
+        replaced: gets what was done, step by step.
+        quiet: show no progress on a terminal.
+        packed: gets layers of one input; gives those that it replaces, each with the layer that takes its place.
+    """
     places, layers = places_of(part.module), part.layers
     with counted(len(layers), "hf_fastpath: repacking layers", quiet) as bar:
         for layer in layers:
             for linears in of_one_input(layer):
-                _repack(linears, places, replaced)
+                _put(packed(linears), places, replaced)
             bar.update()
-    _repack([part.head], places, replaced)
+    _put(packed([part.head]), places, replaced)
 
 
-def _repack(linears: list[nn.Module], places: dict[int, list[tuple[nn.Module, str]]], replaced: list[Replaced]) -> None:
-    families = [family_of(linear) for linear in linears]
-    found = [(linear, family) for linear, family in zip(linears, families) if family is not None]
-    if not found:
-        return
-    for linear, family in found:
-        _check_calls(linear, family.package)
-    with torch.no_grad():
-        weights = repacked([family.read(linear) for linear, family in found])
-    for (linear, _), weight in zip(found, weights):
-        bias = getattr(linear, "bias", None)
-        if bias is not None and not isinstance(bias, nn.Parameter):
-            bias = nn.Parameter(bias, requires_grad=False)
-        packed = PackedLinear(weight, bias).train(linear.training)
+def _put(
+    made: list[tuple[nn.Module, PackedLinear]],
+    places: dict[int, list[tuple[nn.Module, str]]],
+    replaced: list[Replaced],
+) -> None:
+    for linear, packed in made:
         done = Replaced(linear, packed, places[id(linear)])
         for parent, name in done.places:
             parent._modules[name] = packed
         replaced.append(done)
+
+
+def _packed_alike(linears: list[nn.Module]) -> list[tuple[nn.Module, PackedLinear]]:
+    """Repack those of some layers of one input that a package's checkpoint brought.
+
+    Raises:
+        NoCounterpart: with the reason code.
+    """
+    families = [family_of(linear) for linear in linears]
+    found = [(linear, family) for linear, family in zip(linears, families) if family is not None]
+    if not found:
+        return []
+    for linear, family in found:
+        _check_calls(linear, family.package)
+    with torch.no_grad():
+        weights = repacked([family.read(linear) for linear, family in found])
+    made = []
+    for (linear, _), weight in zip(found, weights):
+        bias = getattr(linear, "bias", None)
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias, requires_grad=False)
+        made.append((linear, PackedLinear(weight, bias).train(linear.training)))
+    return made
 
 
 def _check_calls(linear: nn.Module, package: str) -> None:

@@ -27,6 +27,7 @@ from models import (
     require_native,
 )
 from parity import assert_equal_generation, assert_same_tokens, both
+from said import logged
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
@@ -91,7 +92,7 @@ def test_layers_that_are_not_on_disk_are_patched(tmp_path, device):
     ours = copy.deepcopy(stock)
     to_disk(ours, tmp_path)
     before = instances(ours)
-    with pytest.warns(UserWarning, match=r"model.layers.1.mlp \(mlp\): offloaded"):
+    with logged(r"model.layers.1.mlp \(mlp\): offloaded"):
         hf_fastpath.patch(ours, quiet=True)
     report = hf_fastpath.report(ours)
     assert report.patched["layer"] == 1 and report.loop == "offloaded"

@@ -34,6 +34,7 @@ from models import (
     require_native,
 )
 from parity import assert_same_tokens, both
+from said import logged
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import hf_fastpath
@@ -510,7 +511,7 @@ def with_embeddings(model) -> list[str]:
 
 def test_tables_of_embeddings_are_declined(offload, device):
     """A step reads one row of them; they are not brought as a whole."""
-    with pytest.warns(UserWarning, match="offloaded"):
+    with logged("offloaded"):
         stock, ours, _ = offload(of=with_embeddings)
     report = hf_fastpath.report(ours)
     assert report.loop == "offloaded" and "model.embed_tokens: Embedding" in report.details["loop: offloaded"][0]

@@ -72,7 +72,6 @@ def compressed(model: nn.Module) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("when", ("before_patch", "after_patch", "after_generate"))
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 @pytest.mark.parametrize("quantize", (stand_in, torchao, quanto, bitsandbytes, compressed), ids=lambda f: f.__name__)
 def test_quantized_projections(quantize, when, device):
     require_native(device)

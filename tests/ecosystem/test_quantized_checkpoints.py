@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
+from hf_fastpath.check.explain import explain
 from hf_fastpath.quantization.linear import PackedLinear
 
 CPU = torch.device("cpu")
@@ -124,12 +125,14 @@ def test_compressed_tensors(bits, group, symmetric, format, tmp_path):
         if symmetric:
             raise
         pytest.skip(f"transformers does not load what compressed-tensors wrote: {error}")
+    said = explain(str(tmp_path))
+    assert said.fast and f"repacks as {format}" in said.checkpoint
     assert_repacked(model, weights, format)
 
 
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 def test_compressed_tensors_of_three_bits_keeps_running(tmp_path):
     save_compressed(tmp_path, 3, 128, True)
+    assert not explain(str(tmp_path)).fast
     ids = prompt(CPU)
     expected, model = load(tmp_path).generate(ids, **SHORT), load(tmp_path)
     hf_fastpath.patch(model, quiet=True)
@@ -187,7 +190,6 @@ def test_torchao(kind, tmp_path):
     assert all(type(model.get_submodule(name).weight).__module__.startswith("torchao") for name in weights)
 
 
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 def test_bitsandbytes_keeps_running(tmp_path):
     """NF4's values come from a table."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -243,10 +245,10 @@ def save_gptqmodel(directory: Path, method: str, desc_act: bool = False) -> dict
 @pytest.mark.parametrize("method", ("gptq", "awq"))
 def test_gptqmodel(method, tmp_path):
     weights = save_gptqmodel(tmp_path, method)
+    assert explain(str(tmp_path)).fast
     assert_repacked(load(tmp_path, device_map="cpu"), weights, "int4")
 
 
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 def test_activation_order_keeps_running(tmp_path):
     save_gptqmodel(tmp_path, "gptq", desc_act=True)
     model, ids = load(tmp_path, device_map="cpu"), prompt(CPU)
@@ -300,7 +302,6 @@ def test_one_layer_without_a_counterpart_leaves_all(tmp_path):
     assert hf_fastpath.report(model).loop in ("hooks", "quantized_order")
 
 
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 @pytest.mark.parametrize("what", ("hook", "forward"))
 def test_layers_that_somebody_else_has_changed_are_left(what, tmp_path):
     save_compressed(tmp_path, 4, 128, True)

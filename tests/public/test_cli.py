@@ -107,6 +107,7 @@ def test_cli_verify_of_what_is_not_covered(capsys, tmp_path):
     assert "patch() can do nothing: RwkvForCausalLM (rwkv): not_recorded" in said and "a tensor of the model" in said
 
 
+GEMV = "bench gemv --layers 1 --hidden 256 --inner 512 --device cpu"
 BENCH = "bench --model tiny --device cpu --dtype fp32 --engines stock,ours --context 16 --new-tokens 4 --repeats 1"
 
 
@@ -117,6 +118,7 @@ def test_cli_bench(capsys):
     lines = capsys.readouterr().out.splitlines()
     tables = [at for at, line in enumerate(lines) if line.startswith("tiny fp32, context 16, batch")]
     assert [lines[at].split()[-1] for at in tables] == ["1", "64"] and "R = " in lines[1]
+    assert not any("±" in line for line in lines), "one round has no spread"
     for at in tables:
         assert lines[at + 1].split()[:3] == ["engine", "prefill", "tok/s"]
         assert [line.split()[0] for line in lines[at + 2 : at + 4]] == ["stock", "ours"]
@@ -132,6 +134,15 @@ def test_cli_bench_json(capsys):
     assert cli.main([*BENCH.split(), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["engine"], row["context"], row["batch"]) for row in rows] == [("stock", 16, 1), ("ours", 16, 1)]
+    assert all(row["decode_spread_percent"] is row["prefill_spread_percent"] is None for row in rows)
+
+
+@pytest.mark.parametrize(("repeats", "shown"), ((1, False), (2, True)))
+def test_cli_bench_shows_a_spread_of_several_rounds(repeats, shown, capsys):
+    require_native(CPU)
+    for command in (BENCH.replace("--repeats 1", f"--repeats {repeats}"), GEMV + f" --rounds {repeats}"):
+        assert cli.main(command.split()) == 0
+        assert ("±" in capsys.readouterr().out) == shown, command
 
 
 def test_bench_table_has_room_for_large_models():
@@ -160,3 +171,37 @@ def test_cli_runs_as_a_module():
     command = [sys.executable, "-m", "hf_fastpath", "explain", "autocast"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0 and result.stdout.startswith("autocast: ")
+
+
+#: what needs neither a model nor a device -> the exit status
+WITHOUT_TORCH = {
+    "explain autocast": 0,
+    "explain busy --json": 0,
+    "explain": 0,
+    "explain --json": 0,
+    "explain atention_mask": 2,
+    "--version": 0,
+    "--help": 0,
+    "explain --help": 0,
+    "verify --help": 0,
+    "verify": 2,
+    "info --nonsense": 2,
+}
+IMPORTED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from hf_fastpath.cli.main import main
+try:
+    status = main(sys.argv[2:])
+except SystemExit as ended:
+    status = ended.code
+print(status, *(name for name in ("torch", "transformers", "numpy") if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("command", WITHOUT_TORCH)
+def test_cli_answers_at_once(command):
+    """Importing torch and transformers takes seconds."""
+    root = str(Path(cli.__file__).parents[2])
+    result = subprocess.run([sys.executable, "-c", IMPORTED, root, *command.split()], capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1:] == [str(WITHOUT_TORCH[command])], result.stderr

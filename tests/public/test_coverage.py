@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import encoder_decoder_types
 import pytest
 import torch
 from models import CPU, assert_same_instances, build, instances, prompt, require_native
 from parity import assert_equal_generation
+from said import lines, logged
 from torch import nn
 from transformers import BertConfig, BertModel
 
@@ -82,7 +82,7 @@ def test_partial_coverage_warns():
     require_native(CPU)
     model = build("gpt2")
     model.transformer.h[1].mlp.act = nn.Tanh()
-    with pytest.warns(UserWarning, match="unsupported_activation.*What helps: unsupported_activation: nothing to set"):
+    with logged("unsupported_activation.*What helps: unsupported_activation: nothing to set"):
         hf_fastpath.patch(model, quiet=True)
     report = hf_fastpath.report(model)
     assert report.loop == "partial_patch" and report.patched["mlp"] == 1 and any("mlp" in d for d in report.declined)
@@ -126,9 +126,9 @@ def test_subclass_of_a_known_class_keeps_stocks_loop_and_says_so(device):
 def test_ops_chooses_what_is_patched(ops, device):
     require_native(device)
     stock = build("llama").to(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # modules that the user left out are not worth a warning
+    with lines() as said:
         ours = hf_fastpath.patch(copy.deepcopy(stock), ops=ops, quiet=True)
+    assert not said, "modules that the user left out are not worth a warning"
     chosen = {ops} if isinstance(ops, str) else set(ops)
     report = hf_fastpath.report(ours)
     assert set(report.patched) == chosen - {"loop"}
@@ -138,7 +138,6 @@ def test_ops_chooses_what_is_patched(ops, device):
 
 @pytest.mark.parametrize("ops", ("all", ("mlp", "loop")), ids=str)
 @pytest.mark.parametrize("architecture", ("mistral", "gemma2"))
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 def test_window_of_one_token_is_left_to_stock(architecture, ops, device):
     """transformers' cache keeps everything there, so that single tokens see more than prompts do."""
     require_native(device)

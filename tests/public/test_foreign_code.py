@@ -139,7 +139,6 @@ OPAQUE = {
 @torch.no_grad()
 @pytest.mark.parametrize("when", ("before_patch", "after_generate"))
 @pytest.mark.parametrize(("architecture", "name"), [(a, name) for a, names in OPAQUE.items() for name in names])
-@pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 def test_module_in_the_place_of_one(architecture, name, when, device):
     """As in ablations, nothing that our code looks up is there; generate() and a user's loop run over either cache."""
     stock, ours = fresh(architecture, device)

@@ -22,6 +22,7 @@ import pytest
 import torch
 from models import build, prompt, require_native
 from safetensors.torch import save_file
+from said import logged
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
@@ -273,9 +274,9 @@ def test_files_of_others_stay(old, new, saves, tmp_path):
     others = {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": b"weights", "README.md": b"mine"}
     for name, text in others.items():
         (tmp_path / name).write_bytes(text)
-    with pytest.warns(UserWarning, match="leaves config.json in .* as they are"):
+    with logged("leaves config.json in .* as they are"):
         save(old, tmp_path)
-    with pytest.warns(UserWarning, match="leaves config.json"):
+    with logged("leaves config.json"):
         save(new, tmp_path)
     assert {name: (tmp_path / name).read_bytes() for name in others} == others
     assert is_same(content(tmp_path), content(saves["new"]))
@@ -293,10 +294,10 @@ def test_an_edited_config_stays_and_is_told_of(old, new, saves, tmp_path):
     save(old, tmp_path)
     edited = json.loads((tmp_path / "config.json").read_text()) | {"rms_norm_eps": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(edited))
-    with pytest.warns(UserWarning, match="config.json in .* are not what save_packed"):
+    with logged("config.json in .* are not what save_packed"):
         model = hf_fastpath.load_packed(tmp_path, quiet=True)
     assert model.config.rms_norm_eps == old.config.rms_norm_eps
-    with pytest.warns(UserWarning, match="leaves config.json"):
+    with logged("leaves config.json"):
         save(new, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == edited
     (tmp_path / "config.json").unlink()
@@ -446,7 +447,7 @@ def test_code_of_a_config_runs_only_if_the_caller_says_so(tmp_path, monkeypatch)
         with pytest.raises(ValueError, match="custom code .*pass trust_remote_code=True to run the code"):
             hf_fastpath.load_packed(target, quiet=True, **options)
     (target / "modeling_packed_twin.py").write_text("raise SystemError")  # this was not saved, so nobody runs it
-    with pytest.warns(UserWarning, match="modeling_packed_twin.py in .* are not what save_packed"):
+    with logged("modeling_packed_twin.py in .* are not what save_packed"):
         loaded = hf_fastpath.load_packed(target, quiet=True, trust_remote_code=True)
     assert type(loaded).__name__ == "PackedTwinForCausalLM"
     assert torch.equal(loaded(prompt(CPU)).logits, model(prompt(CPU)).logits)

@@ -211,7 +211,6 @@ def test_values_are_within_their_ranges(target):
     target.restore()
 
 
-@pytest.mark.filterwarnings("ignore:load_packed.*config.json:UserWarning")
 def test_rewritten_values_of_the_config(target):
     """Checksums are right; an error of transformers, or sizes that do not fit, give one documented error."""
     said = unsealed(target.content[INDEX])

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from models import CPU, SHORT, fresh, prompt, require_native
+from transformers.utils import logging
 
 import hf_fastpath
 from hf_fastpath import progress
@@ -93,6 +94,15 @@ def test_no_bar_elsewhere_or_when_it_is_quick_or_quiet(terminal, monkeypatch):
     with pytest.raises(ZeroDivisionError), progress.counted(1, "failing"):
         _ = 1 // 0
     time.sleep(0.1)
+    assert stream.getvalue() == ""
+
+
+def test_no_bar_if_those_of_transformers_are_off(terminal, monkeypatch):
+    stream = terminal()
+    monkeypatch.setattr(logging, "is_progress_bar_enabled", lambda: False)
+    with progress.counted(1, "counting") as bar:
+        time.sleep(0.02)
+        bar.update()
     assert stream.getvalue() == ""
 
 

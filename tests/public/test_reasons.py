@@ -9,7 +9,6 @@ import copy
 import functools
 import platform
 import types
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -61,9 +60,7 @@ def patched(architecture: str = "llama", **changes) -> nn.Module:
 
 def declined(model: nn.Module, **options) -> set[str]:
     """Return the codes in the report of ``patch()``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = hf_fastpath.report(hf_fastpath.patch(model, quiet=True, **options))
+    report = hf_fastpath.report(hf_fastpath.patch(model, quiet=True, **options))
     return {report.loop} | {what.split(": ")[1] for what in report.declined}
 
 

@@ -56,6 +56,26 @@ def test_every_way_to_choose_tokens(model_type):
 
 
 @over_types
+def test_a_page_size_changes_nothing(model_type):
+    """Sequences of one prompt, beams and copies over pages; a cache of states alone has no pages to share."""
+    skip_if_cache_is_named_otherwise(model_type)
+    stock = small_model(model_type)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), page_size=16, quiet=True)
+    for options in (dict(num_beams=3), dict(num_beams=2, num_return_sequences=2), dict(num_return_sequences=3)):
+        found = []
+        for model in (ours, stock):
+            torch.manual_seed(0)
+            sampling = dict(do_sample="num_beams" not in options)
+            found.append(model.generate(prompt(), **GREEDY | options | sampling))
+        assert torch.equal(*found), options
+    cache = FastpathCache(ours.config, page_size=16)
+    ours.generate(prompt(), **{CACHE: cache}, **GREEDY)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([1]))
+    assert all(each.shape[0] == 1 for layer in cache.state_layers for each in layer.states)
+
+
+@over_types
 def test_a_prompt_of_one_token(model_type):
     stock, ours = pair(model_type)
     assert_equal(ours, stock, {"input_ids": prompt(2, 1)})

@@ -1,0 +1,204 @@
+"""What a ``quantization_config`` says of the weights that :mod:`.checkpoints` will find, without the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import structural
+from ..architecture import architectures
+from ..compat import quantization_method, should_convert_module
+from ..decode.parts import MoEPart
+from ..decode.structure import ModelPart, model_part
+from ..errors import NoCounterpart
+from .formats import Format, PackedWeight, padded
+from .linear import PackedLinear
+from .repacking import format_for, repack_layers
+from .replacing import Replaced
+
+#: features of a layer that stands for all layers while only a scheme is asked about
+_SOME_FEATURES = 4096
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Weights of integers with a scale for each group.
+
+    Attributes:
+        bits: bits of a quant.
+        group: number of weights in a row that share a scale; -1 for a whole row.
+        has_zeros: whether groups have zero points.
+        covers: whether a linear layer of this name and class name is quantized so.
+    """
+
+    bits: int
+    group: int
+    has_zeros: bool
+    covers: Callable[[str, str], bool]
+
+    def format(self, in_features: int) -> Format:
+        """Return the format that holds such a weight.
+
+        Raises:
+            NoCounterpart: there is none.
+        """
+        group = in_features if self.group == -1 else self.group
+        return format_for(self.bits, group, in_features, self.has_zeros, self.bits <= 4, not self.has_zeros)
+
+
+def _need(is_so: bool, reason: str = "quantized_format") -> None:
+    if not is_so:
+        raise NoCounterpart(reason)
+
+
+def _but(names: Sequence[str] | None, lm_head: bool = False) -> Callable[[str, str], bool]:
+    """Return the rule for all linear layers but those that ``names`` lists, and the head."""
+    patterns = list(names or ())
+    return lambda name, kind: (lm_head or name != "lm_head") and should_convert_module(name, patterns)
+
+
+def _gptq(given: Mapping[str, Any]) -> list[Scheme]:
+    bits, group = given.get("bits"), given.get("group_size", 128)
+    _need(bits in (2, 4, 8) and not given.get("dynamic"))
+    _need(not given.get("desc_act") or group == -1, "quantized_order")
+    return [Scheme(bits, group, not given.get("sym", True), _but(None, bool(given.get("lm_head"))))]
+
+
+def _awq(given: Mapping[str, Any]) -> list[Scheme]:
+    version = str(getattr(given.get("version"), "value", given.get("version", "gemm"))).lower()
+    _need(given.get("bits", given.get("w_bit", 4)) == 4 and version == "gemm")
+    group = given.get("group_size", given.get("q_group_size", 128))
+    return [Scheme(4, group, bool(given.get("zero_point", True)), _but(given.get("modules_to_not_convert")))]
+
+
+def _matches(patterns: Sequence[str], name: str, kind: str) -> bool:
+    """Whether compressed-tensors means a layer by one of these names, classes or regular expressions."""
+    return any(re.match(each[3:], name) if each.startswith("re:") else each in (name, kind) for each in patterns)
+
+
+def _compressed(given: Mapping[str, Any]) -> list[Scheme]:
+    _need(given.get("quantization_status", "compressed") == "compressed")
+    _need((given.get("sparsity_config") or {}).get("format", "dense") == "dense" and not given.get("kv_cache_scheme"))
+    ignored, made = given.get("ignore") or (), []
+    groups = given.get("config_groups") or {}
+    _need(bool(groups))
+    for each in groups.values():
+        _need(isinstance(each, Mapping))
+        how = each.get("weights") or {}
+        _need(each.get("input_activations") is None and each.get("output_activations") is None)
+        _need((each.get("format") or given.get("format")) == "pack-quantized")
+        _need(how.get("type", "int") == "int" and how.get("num_bits") in (4, 8))
+        _need(str(how.get("actorder") or "").lower() not in ("group", "dynamic", "true"), "quantized_order")
+        size = how.get("group_size")
+        strategy = how.get("strategy") or ("group" if size not in (None, -1) else "channel")
+        _need(strategy in ("group", "channel", "tensor"))
+        targets = each.get("targets") or ["Linear"]
+
+        def covers(name: str, kind: str, targets: Sequence[str] = targets) -> bool:
+            return _matches(targets, name, kind) and not _matches(ignored, name, kind)
+
+        group = size if strategy == "group" else -1
+        made.append(Scheme(how["num_bits"], group, not how.get("symmetric", True), covers))
+    return made
+
+
+def _value(found: Any) -> Any:
+    """Return the value in torchao's way of writing values of its own types."""
+    return found.get("_data") if isinstance(found, Mapping) and "_type" in found else found
+
+
+def _torchao(given: Mapping[str, Any]) -> list[Scheme]:
+    kinds = given.get("quant_type")
+    _need(isinstance(kinds, Mapping) and set(kinds) == {"default"})
+    how = kinds["default"]
+    _need(isinstance(how, Mapping))
+    data = how.get("_data") or {}
+    rule = _but(given.get("modules_to_not_convert"), bool(given.get("include_input_output_embeddings")))
+    if how.get("_type") == "Int8WeightOnlyConfig":
+        granularity = (data.get("granularity") or {}).get("_type", "PerRow")
+        _need(how.get("_version", 2) >= 2 and data.get("group_size") is None and granularity == "PerRow")
+        return [Scheme(8, -1, False, rule)]
+    _need(how.get("_type") == "IntxWeightOnlyConfig")
+    bits = int(re.sub(r"\D", "", str(_value(data.get("weight_dtype", "int8")))) or 0)
+    _need(bits in (2, 3, 4, 8) and str(_value(data.get("intx_packing_format", "unpacked"))).startswith("unpacked"))
+    granularity = data.get("granularity") or {"_type": "PerAxis"}
+    group = (granularity.get("_data") or {}).get("group_size", -1) if granularity.get("_type") == "PerGroup" else -1
+    return [Scheme(bits, group, _value(data.get("mapping_type", "SYMMETRIC")) == "ASYMMETRIC", rule)]
+
+
+#: methods whose weights are integers -> what reads their config
+_METHODS: dict[str, Callable[[Mapping[str, Any]], list[Scheme]]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "torchao": _torchao,
+}
+
+
+def schemes_of(quantized: Mapping[str, Any]) -> list[Scheme]:
+    """Return the schemes of a ``quantization_config``.
+
+    Raises:
+        NoCounterpart: our formats hold no weights of this method, or not those of this config.
+    """
+    method = quantization_method(quantized)
+    _need(method in _METHODS)
+    found = _METHODS[method](quantized)
+    for scheme in found:
+        scheme.format(_SOME_FEATURES)
+    return found
+
+
+def repack_empty(model: nn.Module, schemes: Sequence[Scheme]) -> set[str]:
+    """Replace the layers of a model on the meta device as ``patch()`` will replace those of the checkpoint.
+
+    Returns:
+        Names of the formats.
+
+    Raises:
+        NoCounterpart: a layer's weight has none, or ``patch()`` looks at no layers of this model.
+    """
+    known = structural.known_for(model, architectures())
+    part = next(filter(None, (model_part(architecture, model) for architecture in known)), None)
+    _need(part is not None and part.other_reason() is None, "class_not_supported")
+    assert part is not None
+    names = {id(module): name for name, module in model.named_modules()}
+    formats: set[str] = set()
+
+    def packed(linears: list[nn.Module]) -> list[tuple[nn.Module, PackedLinear]]:
+        made = []
+        for linear in linears:
+            name, kind = names[id(linear)], type(linear).__name__
+            scheme = next((each for each in schemes if each.covers(name, kind)), None)
+            if scheme is not None:
+                weight = _empty(scheme.format(linear.in_features), linear.out_features, linear.in_features)
+                formats.add(weight.format.name)
+                made.append((linear, PackedLinear(weight, linear.bias)))
+        return made
+
+    _check_experts(part, schemes, names)
+    replaced: list[Replaced] = []
+    repack_layers(part, replaced, quiet=True, packed=packed)
+    return formats
+
+
+def _check_experts(part: ModelPart, schemes: Sequence[Scheme], names: Mapping[int, str]) -> None:
+    """Raise if the checkpoint quantizes experts, which are not repacked."""
+    for layer in part.layers:
+        if isinstance(layer.mlp, MoEPart):
+            name = f"{names[id(layer.mlp.module)]}.experts.0.down_proj"
+            _need(not any(scheme.covers(name, "Linear") for scheme in schemes))
+
+
+def _empty(format: Format, rows: int, columns: int) -> PackedWeight:
+    """Make a weight without data."""
+    groups = rows, format.groups(columns)
+    quants = torch.empty(rows, padded(columns) * format.bits // 8, dtype=torch.uint8, device="meta")
+    scales = torch.empty(groups, dtype=torch.float16, device="meta")
+    zeros = torch.empty(groups, dtype=torch.uint8, device="meta") if format.has_zeros else None
+    return PackedWeight(format, columns, quants, scales, zeros, 1.0)
