@@ -160,12 +160,17 @@ def _repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool) -> No
     with counted(len(layers), "hf_fastpath: repacking layers", quiet) as bar:
         for layer in layers:
             for linears in of_one_input(layer):
-                _repack(linears, places, replaced)
+                _repack(linears, part.module.dtype, places, replaced)
             bar.update()
-    _repack([part.head], places, replaced)
+    _repack([part.head], part.module.dtype, places, replaced)
 
 
-def _repack(linears: list[nn.Module], places: dict[int, list[tuple[nn.Module, str]]], replaced: list[Replaced]) -> None:
+def _repack(
+    linears: list[nn.Module],
+    dtype: torch.dtype,
+    places: dict[int, list[tuple[nn.Module, str]]],
+    replaced: list[Replaced],
+) -> None:
     families = [family_of(linear) for linear in linears]
     found = [(linear, family) for linear, family in zip(linears, families) if family is not None]
     if not found:
@@ -178,7 +183,7 @@ def _repack(linears: list[nn.Module], places: dict[int, list[tuple[nn.Module, st
         bias = getattr(linear, "bias", None)
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias, requires_grad=False)
-        packed = PackedLinear(weight, bias).train(linear.training)
+        packed = PackedLinear(weight, bias, dtype).train(linear.training)
         done = Replaced(linear, packed, places[id(linear)])
         for parent, name in done.places:
             parent._modules[name] = packed
