@@ -36,6 +36,7 @@ _PUBLIC = {
 __all__ = ["__version__", "ops", *_PUBLIC]
 
 
+
 def _find_patches_of_a_clone() -> None:
     """Make ``hf_fastpath.patches`` of the folder beside this package, which is where a clone has it.
 

@@ -59,7 +59,7 @@ REASONS: dict[str, Reason] = {
     "adapter": Reason(
         "layers of an adapter (LoRA, DoRA, IA3, ...) stand around a model's own, and the kernels of its family read "
         "plain weights",
-        "model = model.merge_and_unload(); merge_adapter() leaves the adapter's layers in place",
+        "merge it for good, model = model.merge_and_unload(): merge_adapter() leaves its layers in place",
     ),
     "quantized_format": Reason(
         "another package has quantized the weights, in a way that has no exact counterpart among our formats (a table "
@@ -68,7 +68,7 @@ REASONS: dict[str, Reason] = {
     ),
     "compressed_tensors": Reason(
         "compressed-tensors keeps weights in a layout of its own, and adds forwards and hooks to the modules",
-        "load it with quantization_config=CompressedTensorsConfig(run_compressed=False), which dequantizes",
+        "load it with quantization_config=CompressedTensorsConfig(run_compressed=False): it dequantizes",
     ),
     "quantized_order": Reason(
         "the checkpoint's groups of weights are not neighbors (GPTQ with desc_act, activation order)",

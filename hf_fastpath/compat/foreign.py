@@ -1,4 +1,4 @@
-"""Layers, weights and functions that other packages put into a model: adapters, and weights that they have quantized."""
+"""Layers, weights and functions of other packages in a model: adapters, and weights that they have quantized."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def _code_of_class(cls: type) -> str | None:
 def function_code(function: Any) -> str | None:
     """Return the reason code of a forward or hook that another package has put onto a module, or None."""
     function = getattr(function, "func", function)  # functools.partial
-    home = getattr(function, "__module__", None) or ""
+    function = getattr(function, "__func__", function)
+    # a wrapper has taken on the name of the module of what it wraps
+    home = getattr(function, "__globals__", {}).get("__name__") or getattr(type(function), "__module__", "")
     return None if home.startswith(("torch.", "transformers.")) else _code_of_home(home)
 
 

@@ -86,7 +86,9 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
         return None
     if placed == "offloaded":
         return Cause("offloaded", module=module)
-    return Cause(function_code(override) or "instance_forward", f"forward is {name_of(override)}", module)
+    code = function_code(override)
+    code = code if code == "compressed_tensors" else "instance_forward"
+    return Cause(code, f"forward is {name_of(override)}", module)
 
 
 def is_own_forward(module: nn.Module, forward: Any) -> bool:
@@ -134,8 +136,8 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
         own = own_code_reason(
             module, architecture.module
         )  # what has put the weight away says more than that it is away
-        held = "no parameter" if weight is None else f"{class_name(weight)}, bias {class_name(bias)}"
-        return own or odd_module(module, f"weight is {held}")
+        name, odd = ("weight", weight) if type(weight) not in PLAIN_TENSORS else ("bias", bias)
+        return own or odd_module(module, f"{name} is {'no parameter' if odd is None else class_name(odd)}")
     if weight.dim() != 2 or weight.stride(-1) != 1:
         return odd_module(module, f"weight is of shape {tuple(weight.shape)} and strides {weight.stride()}")
     if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):

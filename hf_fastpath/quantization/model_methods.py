@@ -1,4 +1,4 @@
-"""What methods of a model do while some of its layers are quantized: they work, or refuse before they change anything."""
+"""Methods of a model some of whose layers are quantized: they work, or refuse before they change anything."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def methods(replaced: list[Replaced]) -> dict[str, Callable[..., Any]]:
     """
 
     def tie_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tie as the class does. A quantized layer stays as it is if it was made of the weight that it would be tied to;
-        otherwise it refuses."""
+        """Tie as the class does. A quantized layer stays as it is if it was made of the weight that it would be tied
+        to; otherwise it refuses."""
         for each in replaced:
             vars(each.packed)[QUANTIZED_OF] = each.original._parameters.get("weight")
         try:
@@ -43,8 +43,9 @@ def methods(replaced: list[Replaced]) -> dict[str, Callable[..., Any]]:
 def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Refuse: the files could not be loaded."""
     raise ValueError(
-        "save_pretrained(), or push_to_hub(), would write a checkpoint that transformers cannot load: its weights are quantized by "
-        "hf_fastpath. save_packed(model, directory) writes them as they are; unpatch(model) brings the model's own back"
+        "save_pretrained() and push_to_hub() would write a checkpoint that transformers cannot load: its weights are "
+        "quantized by hf_fastpath. save_packed(model, directory) writes them as they are; unpatch(model) brings the "
+        "model's own back"
     )
 
 

@@ -170,8 +170,8 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
 
 
 def _read_layers(calls: list[Call], kinds: list[compat.LayerKind]) -> int:
-    """Return how many layers of a cache a step uses: those behind them, which have keys and values alone, are of a config
-    that tells of more layers than its model has."""
+    """Return how many layers of a cache a step uses: those behind them, which have keys and values alone, are of a
+    config that tells of more layers than its model has."""
     used = [call.arguments["layer"] for call in calls if call.op is marks.append]
     used += [index for index, kind in enumerate(kinds) if kind.states or not kind.keys]
     return max(used, default=len(kinds) - 1) + 1
