@@ -62,8 +62,9 @@ REASONS: dict[str, Reason] = {
         "merge it for good, model = model.merge_and_unload(): merge_adapter() leaves its layers in place",
     ),
     "quantized_format": Reason(
-        "another package has quantized the weights, in a way that has no exact counterpart among our formats (a table "
-        "of values, activations that are quantized too, zero points for fewer than 128 weights, ...)",
+        "another package has quantized the weights, and patch() does not repack them: they have no exact counterpart "
+        "among our formats (a table of values, activations that are quantized too, zero points for fewer than 128 "
+        "weights, ...), or no architecture file covers the model",
         "load unquantized weights and patch(model, weights=...)",
     ),
     "compressed_tensors": Reason(

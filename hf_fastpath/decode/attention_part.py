@@ -120,7 +120,10 @@ class AttentionPart(Part):
     @property
     def layer_type(self) -> str | None:
         """The kind of layer that the rotary embedding is asked for; None if the embedding knows no kinds."""
-        return None if self.spec.layer_type is None else getattr(self.module, self.spec.layer_type)
+        if self.spec.layer_types is None:
+            return None
+        kinds, index = getattr(self.module.config, self.spec.layer_types), self.module.layer_idx
+        return kinds[index] if index < len(kinds) else None
 
     @property
     def is_composed(self) -> bool:
