@@ -3,7 +3,7 @@
     python examples/lora.py            # the small model of this repository; needs peft
 
 While an adapter is a module of its own, ``generate()`` runs transformers' loop, because the kernels do not have the
-adapter's products. ``report()`` says so (``unsupported_projection``). Training, switching and merging work as without a
+adapter's products. ``report()`` says so (``adapter``). Training, switching and merging work as without a
 patch. After ``merge_and_unload()`` the loop is fast again: it reads the merged weights.
 """
 

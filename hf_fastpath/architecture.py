@@ -60,7 +60,8 @@ class Attention:
         head_norms: names of norms over query and key, of every head or of all heads, between projection and rotation;
             or None.
         rotates: switch that is off in layers without rotation; None if all layers rotate, or none does.
-        layer_type: attribute that holds the kind of layer, if the rotary embedding has angles for each kind; or None.
+        layer_types: entry of the config with the kind of each layer, if the rotary embedding has angles for each kind;
+            or None.
         softcap: attribute that holds ``cap``, if scores become ``cap * tanh(scores / cap)``, which needs ops of its
             own; or None.
         sinks: name of a parameter with one more score for each head, which takes part in the softmax and adds nothing
@@ -83,7 +84,7 @@ class Attention:
     residual_dropout: str | None = None
     head_norms: tuple[str, str] | None = None
     rotates: str | None = None
-    layer_type: str | None = None
+    layer_types: str | None = None
     softcap: str | None = None
     sinks: str | None = None
     pairs: str = "halves"

@@ -57,14 +57,24 @@ REASONS: dict[str, Reason] = {
         "report it, with the model's name: a recorded step should give them",
     ),
     "unsupported_projection": Reason(
-        "a projection is not exactly nn.Linear or Conv1D, or experts not of their family's class (LoRA, quantized, "
-        "sharded, ...)",
-        "merge the adapter, load unquantized weights, or use one device",
+        "a projection or a table of embeddings is not exactly torch's or transformers' own, experts are not of their "
+        "family's class, or a weight is not a plain tensor",
+        "leave out the code that puts the named class there",
+    ),
+    "adapter": Reason(
+        "layers of an adapter (LoRA, DoRA, IA3, ...) stand around a model's own, and the kernels of its family read "
+        "plain weights",
+        "merge it for good, model = model.merge_and_unload(): merge_adapter() leaves its layers in place",
     ),
     "quantized_format": Reason(
-        "the checkpoint's quantized weights have no exact counterpart among our formats (a table of values, "
-        "activations that are quantized too, zero points for fewer than 128 weights, ...)",
+        "another package has quantized the weights, and patch() does not repack them: they have no exact counterpart "
+        "among our formats (a table of values, activations that are quantized too, zero points for fewer than 128 "
+        "weights, ...), or no architecture file covers the model",
         "load unquantized weights and patch(model, weights=...)",
+    ),
+    "compressed_tensors": Reason(
+        "compressed-tensors keeps weights in a layout of its own, and adds forwards and hooks to the modules",
+        "load it with quantization_config=CompressedTensorsConfig(run_compressed=False): it dequantizes",
     ),
     "quantized_order": Reason(
         "the checkpoint's groups of weights are not neighbors (GPTQ with desc_act, activation order)",
@@ -79,7 +89,7 @@ REASONS: dict[str, Reason] = {
     ),
     "instance_forward": Reason(
         "a module inside the fused span has a forward of its own on the instance",
-        "leave out what sets it, or `del module.forward` if it is yours; if it quantizes, patch before that",
+        "leave out what sets it, or `del module.forward` if it is yours",
     ),
     "model_forward": Reason(
         "the model itself has a forward of its own on the instance, which does more for generate() than pass its "
@@ -132,7 +142,7 @@ REASONS: dict[str, Reason] = {
     ),
     "dtype": Reason(
         "dtype is not float32, float16 or bfloat16, or the types are mixed",
-        "load the model in one of these: dtype=torch.float16",
+        "load the whole model in one of these: dtype='auto' takes the checkpoint's",
     ),
     "gradient": Reason(
         "gradients are needed and the fused op has no backward", "use torch.no_grad() unless this is training"
@@ -195,8 +205,8 @@ REASONS: dict[str, Reason] = {
         "see report(model) on the rank that is named",
     ),
     "generation_method": Reason(
-        "a method that generate() calls for every token is overridden (prompt tuning, ...)",
-        "merge the adapter, or leave out the code that overrides the method",
+        "a method that generate() calls for every token is overridden (prompts that PEFT has learned, ...)",
+        "leave out the code that overrides the method; learned prompts cannot be merged into weights",
     ),
     "synced_gpus": Reason("generation is synchronized over several processes", "pass synced_gpus=False"),
     "custom_sample": Reason("the model class has a decode loop of its own", "nothing to set: it belongs to the model"),
@@ -269,6 +279,16 @@ class Cause(str):
         return made
 
 
+def class_name(thing: Any) -> str:
+    """Return the name of an object's class: of a class that torch or transformers shows to users, its bare name; of any
+    other, also where it is defined, as classes of many packages are called Linear."""
+    cls = type(thing)
+    is_plain = cls.__module__.startswith(("torch.nn.modules.", "torch.nn.parameter", "transformers.models."))
+    if is_plain or cls.__module__ in ("builtins", "torch", "transformers.activations", "transformers.pytorch_utils"):
+        return cls.__qualname__
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def named(reason: str, model: Any) -> Cause:
     """Return ``reason`` with the module replaced by the module's name inside ``model`` and its class."""
     what, module = getattr(reason, "what", ""), getattr(reason, "module", None)
@@ -276,7 +296,7 @@ def named(reason: str, model: Any) -> Cause:
         return Cause(reason, what)
     names = () if model is None else model.named_modules()
     name = next((name for name, found in names if found is module), "")
-    where = f"{name}: {type(module).__name__}" if name else type(module).__name__
+    where = f"{name}: {class_name(module)}" if name else class_name(module)
     return Cause(reason, f"{where}, {what}" if what else where)
 
 

@@ -21,7 +21,7 @@ ARCHITECTURE = Architecture(
         refuse=("attn_logit_softcapping",),
         require=("is_causal",),
         head_norms=("q_norm", "k_norm"),
-        layer_type="layer_type",
+        layer_types="layer_types",
     ),
     mlp=MLP("Gemma3MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
     layer=Layer(

@@ -17,7 +17,7 @@ ARCHITECTURE = Architecture(
         qkv=("q_proj", "k_proj", "v_proj"),
         out="o_proj",
         head_norms=("q_norm", "k_norm"),
-        layer_type="attention_type",
+        layer_types="layer_types",
     ),
     mlp=MLP("Olmo3MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
     layer=Layer(

@@ -17,7 +17,6 @@ from ..compat import (
     Cache,
     DynamicCache,
     GenerationConfig,
-    eager_experts,
     encoder_output,
     generate_over,
     has_encoder,
@@ -30,9 +29,11 @@ from ..compat import (
 )
 from ..decode.encoded import Encoded, seen
 from ..ops.gemv import MAX_ROWS
+from ..patching.generation import takes_our_cache
 from ..patching.state import paused, state_of
 from ..progress import counted
-from ..reasons import explained, named
+from ..reasons import Cause, explained, named
+from .precision import in_higher_precision, wider
 from .rows import Row, Verification
 
 SHORT_TOKENS, PADDED_TOKENS, LONG_TOKENS = 16, 64, 512
@@ -158,8 +159,8 @@ def decode_logits(
         model: a patched model if ``fast``, else any model.
         input_ids: [batch, seq_len].
         prefill: tokens that go first, in one pass; at least 1.
-        fast: use the decode plan and a FastpathCache; else the model's forward and, unless the model was patched with a
-            ``kv_dtype``, a DynamicCache.
+        fast: use the decode plan and a FastpathCache or, of a model that has no plan, its patched modules; else the
+            model's forward and, unless the model was patched with a ``kv_dtype``, a DynamicCache.
         prompt_mask: [batch, prefill] attention mask of left-padded prompts; None without padding.
         over: of an encoder-decoder, the encoder's output and its mask, as the forward takes these; else None.
 
@@ -167,14 +168,10 @@ def decode_logits(
         [batch, seq_len - prefill + 1, vocab_size] logits after the tokens from ``prefill - 1`` on.
 
     Raises:
-        ValueError: ``fast`` is set and the model has no decode plan.
+        ValueError: ``fast`` is set and the model has neither a decode plan nor patched modules.
     """
     state = state_of(model)
-    part = None if state is None else state.plans.part_of(model)
-    reason = None if part is None else part.reason()
-    if fast and (part is None or reason is not None):
-        why = "" if reason is None else f" ({explained(named(reason, model))})"
-        raise ValueError(f"this {type(model).__name__} has no decode plan{why}: patch it and see report(model)")
+    by_plan = fast and why_no_plan(model) is None
     cache = _cache_for(model, fast)
     mask = torch.ones_like(input_ids[:, :prefill]) if prompt_mask is None else prompt_mask
     mask = torch.cat((mask, torch.ones_like(input_ids[:, prefill:])), dim=1)
@@ -189,7 +186,8 @@ def decode_logits(
         return model(**text, **{CACHE: cache}, use_cache=True, **padding).logits[:, -1]
 
     rows = [forward(0, prefill)]
-    if fast:
+    if by_plan:
+        part = state.plans.part_of(model)
         plan = state.plans.decode_plan(part, input_ids.shape[0], text_cache(cache))
         starts = None if prompt_mask is None else (mask == 0).sum(1)
         read = None
@@ -204,9 +202,32 @@ def decode_logits(
     return torch.stack(rows, dim=1)
 
 
+def why_no_plan(model: nn.Module) -> Cause | None:
+    """Return why a patched model has no decode plan, so that its patched modules are all that there is, or None.
+
+    Raises:
+        ValueError: the model has neither.
+    """
+    state = state_of(model)
+    if state is None:
+        raise ValueError(f"this {type(model).__name__} has no decode plan: patch it and see report(model)")
+    part = state.plans.part_of(model)
+    reason = (state.loop_reason or "class_not_supported") if part is None else part.reason()
+    if reason is None:
+        return None
+    why = named(reason, model)
+    if not state.decided.patched:
+        raise ValueError(
+            f"nothing of this {type(model).__name__} runs our code, so there is nothing to compare: {explained(why)}"
+        )
+    return why
+
+
 def _cache_for(model: nn.Module, fast: bool) -> Cache:
     """Make an empty cache. If the patched model's cache rounds keys and values, so does the one for stock code."""
     made, state = DynamicCache(config=model.config), state_of(model)
+    if state is not None and not takes_our_cache(model, state):
+        return made
     kv_dtype, page_size = (None, None) if state is None else (state.options.kv_dtype, state.options.page_size)
     if fast or kv_dtype is not None:
         made = FastpathCache.from_dynamic(made, kv_dtype, page_size)
@@ -219,7 +240,7 @@ def _cache_for(model: nn.Module, fast: bool) -> Cache:
 def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
     options = {"max_new_tokens": new_tokens}
     options |= {"top_k": 0} if case.do_sample else {}  # generate() would take 50 by default
-    prefill, prompt_mask, dtype = case.ids.shape[1], case.padding, next(model.parameters()).dtype
+    prefill, prompt_mask, dtype = case.ids.shape[1], case.padding, model.dtype
 
     def generate(fast: bool, **output: bool) -> Any:
         torch.manual_seed(SEED)
@@ -230,8 +251,8 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
         stock_tokens = generate(False)
         text = stock_tokens[:, :-1]
         stock = decode_logits(model, text, prefill, False, prompt_mask, case.over()).float()
-        with _in_higher_precision(model):
-            given = case.over(_wider(dtype))
+        with in_higher_precision(model):
+            given = case.over(wider(dtype))
             if case.encoded is None:
                 mask = torch.cat((case.mask, torch.ones_like(text[:, prefill:])), dim=1)
                 given = {"attention_mask": mask, "position_ids": _positions(mask), "logits_to_keep": new_tokens}
@@ -273,41 +294,6 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
         margin=margin,
         ok=within and is_explained,
     )
-
-
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float32 else torch.float32
-
-
-@contextmanager
-def _in_higher_precision(model: nn.Module) -> Iterator[None]:
-    """Let modules compute in float32, or in float64 if parameters are float32. Parameters are copied for each call, so
-    that only one module's copies take memory at a time."""
-    wide = _wider(next(model.parameters()).dtype)
-    kept: dict[int, dict[str, nn.Parameter | None]] = {}
-
-    def widen(module: nn.Module, arguments: tuple) -> tuple | None:
-        kept[id(module)] = dict(module._parameters)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(parameter.detach().to(wide), requires_grad=False)
-        # T5 brings what it gives to a projection to the dtype of the weight that waits there
-        return tuple(each.to(wide) for each in arguments) if isinstance(module, nn.Linear) else None
-
-    def narrow(module: nn.Module, *arguments: Any) -> None:
-        module._parameters.update(kept.pop(id(module), {}))
-
-    owners = [module for module in model.modules() if module._parameters]
-    handles = [owner.register_forward_pre_hook(widen) for owner in owners]
-    handles += [owner.register_forward_hook(narrow, always_call=True) for owner in owners]
-    try:
-        with eager_experts(model):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for owner in owners:
-            narrow(owner)
 
 
 def _drawn(logits: torch.Tensor) -> torch.Tensor:
@@ -362,17 +348,18 @@ def compare(
         encoded: of an encoder-decoder, [batch, length, features] of the encoder's output; else None.
 
     Raises:
-        ValueError: the inputs are too short or too many, or the model's decode loop is not patched.
+        ValueError: the inputs are too short or too many, or nothing of the model is patched.
     """
     if token_shape(model):
         raise ValueError(
             f"verify() got a {type(model).__name__}, which generates {token_shape(model)[0]} tokens at a position, "
             "expected a model that generates one: compare its generate() before patch() and behind it"
         )
+    stock_loop = why_no_plan(model)
     rows, cases = [], _all_cases(model, ids, max_new_tokens, encoded)
     with _plain_generation(model, ids), counted(len(cases), "hf_fastpath: verify") as bar:
         for case in cases:
             bar.set_description_str(f"hf_fastpath: verify, {case.name}", refresh=False)
             rows.append(_compare(model, case, max_new_tokens))
             bar.update()
-    return Verification(tuple(rows))
+    return Verification(tuple(rows), "" if stock_loop is None else explained(stock_loop))

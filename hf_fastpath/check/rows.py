@@ -64,9 +64,12 @@ class Verification:
 
     Attributes:
         rows: the comparisons. All other attributes are over all rows.
+        stock_loop: why the model's decode loop is stock's, so that what is compared is its patched modules; "" if the
+            loop is ours.
     """
 
     rows: tuple[Row, ...]
+    stock_loop: str = ""
 
     def _mean(self, name: str) -> float:
         counts = [row.batch * row.positions for row in self.rows]
@@ -112,6 +115,7 @@ class Verification:
         """Return plain data, ready for JSON."""
         names = ("ok", "tokens_equal", "positions", "mean_error", "max_error", "mean_floor", "max_floor")
         overall = {name: getattr(self, name) for name in (*names, "top1_agreement")}
+        overall["stock_loop"] = self.stock_loop
         return overall | {"rows": [asdict(row) | {"tokens_equal": row.tokens_equal} for row in self.rows]}
 
     def __str__(self) -> str:
@@ -121,4 +125,6 @@ class Verification:
             f"stock's own\n{self.mean_floor:.2e}; top-1 agreement {self.top1_agreement:.4f}; "
             f"tokens {'equal' if self.tokens_equal else 'differ'}"
         )
+        if self.stock_loop:
+            head += f"\nthe decode loop is stock's, and its patched modules are compared: {self.stock_loop}"
         return f"{head}\n{table(_COLUMNS, [row.cells() for row in self.rows], left=('row', 'verdict'), indent=2)}"

@@ -23,7 +23,7 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
     (window edge); and the beginning with tokens drawn from a seed (sampling). End tokens and the logits processors of
     ``model.generation_config`` are left out. An unpatched model is patched for the comparison and unpatched afterwards.
     Of an encoder-decoder, the rows are made of what its encoder gives for ``inputs``, and the text begins with the
-    token that starts the decoder.
+    token that starts the decoder. If the decode loop is stock's, the patched modules are compared.
 
     Args:
         model: a model that generates text.
@@ -35,7 +35,7 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
         The differences and whether they are within bounds.
 
     Raises:
-        ValueError: the inputs are too short, too many or padded, or the model's decode loop is not patched.
+        ValueError: the inputs are too short, too many or padded, or nothing of the model is patched.
     """
     model = patched_model(model)
     device, encoded = compat.input_device(model), None

@@ -105,14 +105,21 @@ def encoded_states(cache: EncoderDecoderCache) -> list[tuple[torch.Tensor, torch
 def encoder_width(model: Any) -> int:
     """Return the number of features that an encoder gives of each place of its input.
 
+    The config may have been edited since the model was made. If no norm of the encoder has as many weights as it says,
+    the last norm's number counts.
+
     Raises:
         ValueError: the encoder's config does not tell.
     """
-    config = getattr(model.get_encoder(), "config", model.config)
+    encoder = model.get_encoder()
+    config = getattr(encoder, "config", model.config)
     width = entry_of(config.get_text_config(), "hidden_size")
     if not isinstance(width, int):
-        raise ValueError(f"the config of {type(model.get_encoder()).__name__} has no hidden_size")
-    return width
+        raise ValueError(f"the config of {type(encoder).__name__} has no hidden_size")
+    norms = [module for module in encoder.modules() if "norm" in type(module).__name__.lower()]
+    weights = [getattr(module, "weight", None) for module in norms]
+    widths = [len(each) for each in weights if isinstance(each, torch.Tensor) and each.dim() == 1]
+    return width if width in widths or not widths else widths[-1]
 
 
 class _EncoderOutput(BaseModelOutput):

@@ -18,12 +18,13 @@ from ..compat import (
     rotation_function,
 )
 from ..ops.queries import takes_head_dim
-from ..reasons import Cause
+from ..reasons import Cause, class_name
 from ..registry import PLAIN_TENSORS
 from .modules import (
     child,
     dropout_reason,
     found_at,
+    in_features,
     is_on,
     number,
     out_features,
@@ -68,7 +69,8 @@ class AttentionPart(Part):
 
     @property
     def num_heads(self) -> int:
-        return self.module.config.num_attention_heads
+        # the config may have been edited since the model was made, and the model's own code does not read it
+        return in_features(child(self.module, self.spec.out)) // self.head_dim
 
     @property
     def num_kv_heads(self) -> int:
@@ -118,7 +120,10 @@ class AttentionPart(Part):
     @property
     def layer_type(self) -> str | None:
         """The kind of layer that the rotary embedding is asked for; None if the embedding knows no kinds."""
-        return None if self.spec.layer_type is None else getattr(self.module, self.spec.layer_type)
+        if self.spec.layer_types is None:
+            return None
+        kinds, index = getattr(self.module.config, self.spec.layer_types), self.module.layer_idx
+        return kinds[index] if index < len(kinds) else None
 
     @property
     def is_composed(self) -> bool:
@@ -144,8 +149,7 @@ class AttentionPart(Part):
         if len({norm.eps for norm in self.head_norms}) > 1:
             return Cause("unsupported_config", "norms of queries and keys with different eps", self.module)
         if self.sinks is not None and type(self.sinks) not in PLAIN_TENSORS:
-            what = f"{self.spec.sinks} is {type(self.sinks).__name__}"
-            return Cause("unsupported_projection", what, self.module)
+            return Cause("unsupported_projection", f"{self.spec.sinks} is {class_name(self.sinks)}", self.module)
         home = self.architecture.module
         function = attention_function(self.module)
         if not is_known_code(function, home):
@@ -159,4 +163,14 @@ class AttentionPart(Part):
         reasons += [dropout_reason(self.module, self.spec.attention_dropout)]
         reasons += [norm.reason() for norm in self.head_norms]
         reasons += [dropout_reason(self.module, self.spec.residual_dropout)]
-        return next((reason for reason in reasons if reason), None)
+        return next((reason for reason in reasons if reason), None) or self._heads_reason()
+
+    def _heads_reason(self) -> str | None:
+        """Return a reason if the projections' features are not those of whole heads, as of pruned projections."""
+        features = [out_features(linear) for linear in self.projections()[:-1]]
+        of_heads, of_keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        separate, together = [of_heads, of_keys, of_keys], [of_heads + 2 * of_keys]
+        if features in (separate, together) and of_keys > 0 and self.num_heads % self.num_kv_heads == 0:
+            return None
+        what = f"projections of {features} features to {of_heads}, in heads of {self.head_dim}"
+        return Cause("unsupported_config", what, self.module)

@@ -120,7 +120,7 @@ def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor
     if (reason := part.other_reason()) is not None:
         return reason
     embeddings = getattr(part.embedding, "weight", None)
-    if embeddings is not None and input_ids.device != embeddings.device:
+    if isinstance(embeddings, torch.Tensor) and input_ids.device != embeddings.device:
         # the reason of a model whose weights lie elsewhere says more
         return part.reason() or Cause("device", f"input_ids on {input_ids.device}, the model on {embeddings.device}")
     if torch.is_autocast_enabled(input_ids.device.type):
@@ -181,8 +181,11 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
     Raises:
         RuntimeError: the cache holds keys and values of another batch or model, or layers that do not fit together.
     """
-    if (count := len(cache.layers)) > len(part.kinds):
-        return Cause("other_cache", f"it has {count} layers, the model {len(part.kinds)}")
+    count, known = len(cache.layers), len(part.kinds)
+    if any(getattr(layer, "cumulative_length", 0) for layer in cache.layers[known:]):
+        return Cause("other_cache", f"it has {count} layers, the model {known}")
+    del cache.layers[known:]  # a config may tell of more layers than its model has
+    count = len(cache.layers)
     for number, (its, models) in enumerate(zip(cache.kinds, part.kinds)):
         if its.window not in (None, models.window):
             return Cause("other_cache", f"layer {number} has the window {its.window}, the model {models.window}")

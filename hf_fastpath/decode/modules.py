@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -9,12 +10,24 @@ import torch
 from torch import nn
 
 from ..architecture import Architecture
-from ..compat import Conv1D, ShardStyle, hook_of, is_known_code, is_ours, is_sharded, is_wrapped_by, name_of, placement
+from ..compat import (
+    Conv1D,
+    ShardStyle,
+    foreign_code,
+    function_code,
+    hook_of,
+    is_known_code,
+    is_ours,
+    is_sharded,
+    is_wrapped_by,
+    name_of,
+    placement,
+)
 from ..native import loader
 from ..ops import packed_gemv
 from ..quantization.checkpoints import noted
 from ..quantization.linear import PackedLinear
-from ..reasons import Cause
+from ..reasons import Cause, class_name
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import pass_through
 from .rank_calls import shard_of
@@ -29,17 +42,39 @@ def child(module: nn.Module, name: str) -> Any:
     return getattr(module, name) if found is None else found
 
 
-def weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return ``module.weight`` and ``module.bias``, None if absent, as :func:`child` does."""
+def weight_and_bias(module: nn.Module) -> tuple[Any, Any]:
+    """Return ``module.weight`` and ``module.bias``, None if absent, as :func:`child` does.
+
+    The weight of a :class:`PackedLinear` counts as absent. Classes of other packages may have a method or anything else
+    in the place of a tensor, so callers ask.
+    """
     parameters = module.__dict__["_parameters"]
-    weight = parameters["weight"] if "weight" in parameters else getattr(module, "weight", None)
+    if "weight" in parameters:
+        weight = parameters["weight"]
+    else:
+        weight = None if is_packed(module) else getattr(module, "weight", None)
     return weight, parameters["bias"] if "bias" in parameters else getattr(module, "bias", None)
+
+
+def odd_tensor(tensors: Iterable[Any]) -> str | None:
+    """Return what one of ``tensors`` is if it is neither a tensor nor None, or None."""
+    odd = next((each for each in tensors if each is not None and not isinstance(each, torch.Tensor)), None)
+    return None if odd is None else f"a weight or bias is no tensor, it is a {class_name(odd)}"
+
+
+def odd_module(module: nn.Module, what: str = "") -> Cause:
+    """Return the reason for a module that is not of the class, or whose weight not of the type, that kernels read."""
+    code = foreign_code(module)
+    # of quantized layers, patch() may have noted more; of compressed-tensors' layers, one thing helps whatever it noted
+    return Cause(
+        code if code == "compressed_tensors" else noted(module) or code or "unsupported_projection", what, module
+    )
 
 
 def own_code_reason(module: nn.Module, home: str = "") -> str | None:
     """Return why calling ``module`` does more than its class's forward, or None. ``home``: see ``is_known_code``."""
     if (hook := hook_of(module)) is not None:
-        return Cause("hooks", f"hook {name_of(hook)}", module)
+        return Cause(function_code(hook) or "hooks", f"hook {name_of(hook)}", module)
     if not is_known_code(type(module).forward, home):
         return Cause("class_forward", f"forward is {name_of(type(module).forward)}", module)
     override = module.__dict__.get("forward")
@@ -51,7 +86,9 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
         return None
     if placed == "offloaded":
         return Cause("offloaded", module=module)
-    return Cause("instance_forward", f"forward is {name_of(override)}", module)
+    code = function_code(override)
+    code = code if code == "compressed_tensors" else "instance_forward"
+    return Cause(code, f"forward is {name_of(override)}", module)
 
 
 def is_own_forward(module: nn.Module, forward: Any) -> bool:
@@ -90,14 +127,19 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
             return Cause(loader.why_not_native(where) or "no_native_library", f"quantized weights on {where}", module)
         return own_code_reason(module, cls.__module__)
     if cls not in (nn.Linear, Conv1D) and (cls.__module__, cls.__name__) != (architecture.module, architecture.linear):
-        return Cause(noted(module) or "unsupported_projection", module=module)
-    parameters = module.__dict__["_parameters"]
-    weight, bias = parameters.get("weight"), parameters.get("bias")
+        return odd_module(module)
+    weight = module.__dict__["_parameters"].get("weight")
+    _, bias = weight_and_bias(module)
     if is_sharded(weight):
-        return Cause("sharded", f"weight is {type(weight).__name__}", module)
-    if type(weight) not in PLAIN_TENSORS or weight.stride(-1) != 1:
-        held = "none" if weight is None else type(weight).__name__
-        return Cause(noted(module) or "unsupported_projection", f"weight is {held}", module)
+        return Cause("sharded", f"weight is {class_name(weight)}", module)
+    if type(weight) not in PLAIN_TENSORS or (bias is not None and type(bias) not in PLAIN_TENSORS):
+        own = own_code_reason(
+            module, architecture.module
+        )  # what has put the weight away says more than that it is away
+        name, odd = ("weight", weight) if type(weight) not in PLAIN_TENSORS else ("bias", bias)
+        return own or odd_module(module, f"{name} is {'no parameter' if odd is None else class_name(odd)}")
+    if weight.dim() != 2 or weight.stride(-1) != 1:
+        return odd_module(module, f"weight is of shape {tuple(weight.shape)} and strides {weight.stride()}")
     if weight.dtype not in FLOAT_DTYPES or (bias is not None and bias.dtype != weight.dtype):
         return Cause("dtype", f"weight is {weight.dtype}, bias {getattr(bias, 'dtype', None)}", module)
     return own_code_reason(module, architecture.module)
@@ -116,6 +158,14 @@ def device_of(module: nn.Module) -> torch.device:
 def is_transposed(module: nn.Module) -> bool:
     """Whether a projection's weight is [in_features, out_features]."""
     return type(module) is Conv1D
+
+
+def in_features(module: nn.Module) -> int:
+    """Return the number of a projection's input features; those of all ranks if each rank picks its own of them."""
+    shard = shard_of(module)
+    if shard is not None and shard.style is ShardStyle.SPLIT_ROWS:
+        return shard.total
+    return module.in_features if is_packed(module) else module.weight.shape[0 if is_transposed(module) else 1]
 
 
 def out_features(module: nn.Module) -> int:

@@ -19,13 +19,15 @@ from ..compat import (
 )
 from ..ops.choose_experts import MAX_EXPERTS
 from ..ops.fused_experts import EXPERT_GATES, MAX_TOP_K
-from ..reasons import Cause
+from ..reasons import Cause, class_name
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .modules import (
     child,
     dropout_reason,
     is_on,
     is_transposed,
+    odd_module,
+    odd_tensor,
     own_code_reason,
     projection_reason,
     weight_and_bias,
@@ -93,6 +95,8 @@ class NormPart(Part):
     def reason(self) -> str | None:
         if (reason := self.other_reason()) is not None:
             return reason
+        if (odd := odd_tensor(self.parameters())) is not None:
+            return odd_module(self.module, odd)
         present = [p for p in self.parameters() if p is not None]
         if any(map(is_sharded, present)):
             return Cause("sharded", module=self.module)
@@ -245,7 +249,7 @@ class MoEPart(Part):
             return reason
         inside = (self.router, spec.router_class), (self.experts, spec.experts_class)
         other = next((module for module, class_name in inside if not self._is_of(module, class_name)), None)
-        return None if other is None else Cause("unsupported_projection", module=other)
+        return None if other is None else odd_module(other)
 
     def reason(self) -> str | None:
         if (reason := self.other_reason()) is not None:
@@ -253,7 +257,7 @@ class MoEPart(Part):
         spec, router, experts = self.spec, self.router, self.experts
         present = [p for p in self.parameters() if p is not None]
         if (odd := next((p for p in present if type(p) not in PLAIN_TENSORS or p.stride(-1) != 1), None)) is not None:
-            return Cause("unsupported_projection", f"a weight is {type(odd).__name__}", self.module)
+            return odd_module(self.module, f"a weight is {class_name(odd)}")
         if (odd := next((p for p in present if p.dtype not in FLOAT_DTYPES), None)) is not None:
             return Cause("dtype", f"a weight is {odd.dtype}", self.module)
         if self.top_k > MAX_TOP_K or len(router.weight) > MAX_EXPERTS:

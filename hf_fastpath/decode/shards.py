@@ -7,7 +7,6 @@ behind the products that need it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from ..architecture import Architecture
 from ..compat import ShardStyle
 from ..reasons import Cause
 from .local_models import LocalPart, copied, has_local, rebuilt
+from .modules import is_packed
 from .parts import MoEPart
 from .rank_calls import SHARD_KEY, Shard, shard_of, style_of
 from .ranks import Ranks
@@ -31,26 +31,19 @@ EXPERT_STYLES = (ShardStyle.EXPERTS, ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_
 _IN_FRONT = {ShardStyle.ROWS: ShardStyle.COLUMNS, ShardStyle.SPLIT_ROWS: ShardStyle.GATHERED}
 
 
-def local_model(model: nn.Module, ranks: Ranks, architecture: Architecture | None = None) -> nn.Module:
+def local_model(model: nn.Module, ranks: Ranks) -> nn.Module:
     """Return a model of this rank's shards: its tensors are those of ``model``.
 
     Modules of which the rank has all are those of ``model`` itself.
-
-    Args:
-        architecture: says which modules are attention, whose configs get the rank's number of heads; or None.
     """
     dtype = model.get_input_embeddings().weight.dtype
 
     def local(module: nn.Module, children: dict[str, Any]) -> nn.Module:
         parallel = compat.parallel_forward(module)
         shard = None if parallel is None else _shard(module, parallel.style, ranks, dtype)
-        is_attention = architecture is not None and architecture.part_of(module) == "attention"
-        if parallel is None and not is_attention and not has_local(module, children):
+        if parallel is None and not has_local(module, children):
             return module
-        made = _copy(module, children, parallel, shard)
-        if is_attention:
-            _divide_heads(architecture, made)
-        return made
+        return _copy(module, children, parallel, shard)
 
     return rebuilt(model, local)
 
@@ -93,18 +86,6 @@ def _shard(module: nn.Module, style: ShardStyle | None, ranks: Ranks, dtype: tor
     elif style in (ShardStyle.COLUMNS, ShardStyle.GATHERED) and weight is not None:
         features = len(compat.local_tensor(weight))
     return Shard(ranks, style, ranks.rank * -(-total // ranks.size), total, features, dtype)
-
-
-def _divide_heads(architecture: Architecture, attention: nn.Module) -> None:
-    """Give an attention module of a local model a config with the rank's number of heads."""
-    shard = shard_of(getattr(attention, architecture.attention.out))
-    if shard is None or shard.style is not ShardStyle.ROWS:
-        return
-    config = copy.copy(attention.config)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := getattr(config, name, None)) is not None:
-            compat.set_entry(config, name, max(1, heads // shard.ranks.size))
-    vars(attention)["config"] = config
 
 
 @dataclass(frozen=True)
@@ -162,9 +143,13 @@ class ShardedPart(LocalPart):
 
     def _heads(self) -> tuple[int, int]:
         """Return the number of heads and of KV heads of the whole model."""
-        config = self.whole.config.get_text_config()
-        heads = config.num_attention_heads
-        return heads, getattr(config, "num_key_value_heads", None) or heads
+        own = self.layers[0].attention
+        *qkv, out = own.projections()
+        if is_packed(out) and style_of(out) is ShardStyle.ROWS:  # which knows this rank's features alone
+            spread = 1 if shard_of(qkv[-1]) is None else self.group.size
+            return own.num_heads * self.group.size, own.num_kv_heads * spread
+        whole = model_part(self.architecture, self.whole).layers[0].attention
+        return whole.num_heads, whole.num_kv_heads
 
     def _mixture_roles(self, mixture: MoEPart) -> Iterator[tuple[nn.Module, ShardStyle]]:
         """Yield the experts, and the router if it is the one that leaves each rank its own choices."""
@@ -259,5 +244,5 @@ class Sharded:
         whole = model_part(self.architecture, model)
         if whole is None:
             return None
-        local = local_model(model, self.ranks, self.architecture)
+        local = local_model(model, self.ranks)
         return ShardedPart(self.architecture, local, whole.windows, model, self.ranks)

@@ -18,15 +18,18 @@ from ..architecture import Architecture
 from ..compat import LayerKind, has_static_rope, layer_windows
 from ..native import loader
 from ..ops.gemv import MAX_ROWS
-from ..reasons import Cause
+from ..reasons import Cause, class_name
+from ..registry import PLAIN_TENSORS
 from .attention_part import AttentionPart
 from .layer_part import LayerPart
 from .modules import (
     device_of,
     dropout_reason,
+    found_at,
     is_packed,
     model_code_reason,
     number,
+    odd_module,
     out_features,
     projection_reason,
     weight_and_bias,
@@ -289,7 +292,9 @@ class ModelPart(Part):
                 return Cause("unsupported_config", f"{name} is {type(found).__name__}", self.decoder)
         for module in self._embeddings():
             if not self._is_known_embedding(module):
-                return Cause("unsupported_projection", "embedding", module)
+                return odd_module(module, "a table of embeddings")
+            if type(module.weight) not in PLAIN_TENSORS:
+                return self._code_reason(module) or odd_module(module, f"weight is {class_name(module.weight)}")
         reasons = [self._code_reason(module) for module in (*self._embeddings(), self.decoder)]
         reasons.append(self.outer_reason())
         reasons += [projection_reason(self.head, self.architecture), self.final_norm.reason()]
@@ -365,7 +370,11 @@ def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None
     if (cls.__module__, cls.__name__) != (architecture.module, architecture.causal_lm):
         return None
     windows = layer_windows(model.config)
-    return None if windows is None else ModelPart(architecture, model, tuple(windows))
+    if windows is None:
+        return None
+    # a config that was edited since the model was made may tell of more layers, which the model's own code leaves out
+    found = getattr(found_at(model, architecture.base), architecture.layers, windows)
+    return ModelPart(architecture, model, tuple(windows[: len(found)]))
 
 
 def full_angles(architecture: Architecture, table: torch.Tensor) -> torch.Tensor:

@@ -54,8 +54,7 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
         reason = reason or _whole_reason(model, whole)
         if whole is not None and whole.is_recorded and reason is not None:
             family = whole = None
-        if whole is not None and (whole.is_multimodal or whole.has_encoder):
-            # stock code reads its prompts, and the loop all else
+        if whole is not None and whole.is_recorded:  # stock code reads its prompts, and the loop all else
             architecture, bindings, declined = None, [], []
     if whole is not None and reason is None and not whole.is_recorded:
         # a plan brings the weights of these modules
@@ -193,7 +192,7 @@ def _window(attention: Any) -> int | None:
 #: reasons that no later call can cure; all other reasons are asked for again at every call
 _LASTING = (
     *("unsupported_head_dim", "unsupported_config", "unsupported_activation"),
-    *("class_not_supported", "instance_forward", "offloaded"),
+    *("class_not_supported", "instance_forward", "compressed_tensors", "offloaded"),
 )
 
 

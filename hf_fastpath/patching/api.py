@@ -16,8 +16,9 @@ from ..decode.structure import MAX_BATCH
 from ..native import huge_pages, loader
 from ..options import HEADS, Options
 from ..progress import announced
+from ..quantization.model_methods import methods
 from ..quantization.repacking import repack_checkpoint
-from ..quantization.replacing import free_originals, no_saving
+from ..quantization.replacing import free_originals
 from ..reasons import explained, named
 from ..recording.family import Recorded
 from . import selftest
@@ -210,7 +211,8 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
         free_originals(model, ledger.replaced)
         state.lost = state.lost or "patch(keep_original=False) freed them"
     if ledger.replaced:
-        ledger.bind(model, "save_pretrained", no_saving)
+        for name, method in methods(ledger.replaced).items():
+            ledger.bind(model, name, method)
     if loader.is_native("cpu"):
         weights = [*model.parameters(), *(each.packed.quants for each in ledger.replaced)]
         state.huge_pages = huge_pages.Move(weights)

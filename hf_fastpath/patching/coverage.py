@@ -18,7 +18,7 @@ from .plan import PatchPlan
 
 def _declined(plan: PatchPlan) -> tuple[str, str, list[Cause]]:
     """Return which modules were declined, what helps, and the reason codes that the user has not asked for."""
-    why = "; ".join(f"{name} ({kind}): {reason}" for name, kind, reason in plan.declined[:3])
+    why = "; ".join(f"{kind}: {reason} ({reason.what or name})" for name, kind, reason in plan.declined[:3])
     partial = sorted({reason for *_, reason in plan.declined} - {"module_disabled", *loader.NO_KERNELS})
     remedies = "; ".join(f"{reason}: {REASONS[reason].remedy}" for reason in partial)
     return why, f" What helps: {remedies}." if partial else "", partial
@@ -36,16 +36,21 @@ def check_whole(model: nn.Module) -> None:
         raise unsupported(cause, REASONS["sharded"].remedy)
 
 
-#: characters of an error's first line and of the line that says what helps
-_FIRST, _HELP = 190, 300
+#: characters of what an exception of a model's own code may say; names of functions and modules are shorter
+_MOST = 1500
 _FAMILIES = "`python -m hf_fastpath info` lists the families that are made fast; other models run as they are, by stock"
 
 
-def unsupported(cause: str, helps: str, *more: str) -> UnsupportedModelError:
-    """Make an error that says what the model is in its first line, then what helps."""
-    first = textwrap.shorten(f"patch() can do nothing: {cause}.", _FIRST, placeholder=" ...")
-    helps = textwrap.shorten(f"What helps: {helps}.", _HELP, placeholder=" ...")
-    return UnsupportedModelError("\n".join((first, helps, *more)))
+def unsupported(cause: str, helps: str, *more: str, why: str = "") -> UnsupportedModelError:
+    """Make an error that says what the model is in its first line, then why nothing can be done, and what helps.
+
+    Args:
+        cause: the model and a reason code, which fit into a line.
+        why: names of modules and functions, and what exceptions say, in full.
+    """
+    why = textwrap.shorten(why, _MOST, placeholder=" ...")
+    lines = (f"patch() can do nothing: {cause}.", why and f"{why}.", f"What helps: {helps}.", *more)
+    return UnsupportedModelError("\n".join(filter(None, lines)))
 
 
 def check_kernels(devices: Iterable[str], strict: bool) -> None:
@@ -75,28 +80,30 @@ def check_anything(plan: PatchPlan) -> None:
     reasons = Counter(reason for *_, reason in plan.declined if reason != "module_disabled")
     if reasons:
         ((code, count),) = reasons.most_common(1)
-        name, kind = next((name, kind) for name, kind, reason in plan.declined if reason == code)
+        name, kind, first = next(each for each in plan.declined if each.reason == code)
         others = f" and {count - 1} more" if count > 1 else ""
-        reason = REASONS[code]
         where = f"{name or type(model).__name__} ({kind}){others}"
-        raise unsupported(
-            f"{code} in this {type(model).__name__}, {where}: {reason.meaning}", f"{code}: {reason.remedy}"
-        )
+        raise unsupported(f"{code} in this {type(model).__name__}, {where}", REASONS[code].remedy, why=_why(first))
     if plan.declined:  # the user asked for nothing but the loop
         reason = REASONS[plan.loop_reason]
         cause = f"ops leaves only the loop of this {type(model).__name__}, the decode loop: {plan.loop_reason}"
-        raise unsupported(f"{cause} ({reason.meaning})", reason.remedy)
+        raise unsupported(cause, reason.remedy, why=_why(named(plan.loop_reason, model)))
     more: list[str] = []
     what = _kind(model)
     if what is None and plan.loop_reason != "class_not_supported":
         cause = named(plan.loop_reason, model)
-        raise unsupported(f"{_named(model)}: {cause} ({cause.what})", REASONS[cause].remedy)
+        raise unsupported(f"{_named(model)}: {cause}", REASONS[cause].remedy, why=_why(cause))
     if what is None:
         what = f"{_named(model)} is a causal LM of a family without an architecture file"
         nearest = structural.match(model)
         if nearest is not None and nearest.differences:
-            more.append(textwrap.shorten(str(nearest), 200, placeholder=" ..."))
+            more.append(str(nearest))
     raise unsupported(what, _FAMILIES, *more)
+
+
+def _why(reason: Cause) -> str:
+    """Return what a reason means, and what it is about."""
+    return f"{REASONS[reason].meaning} ({reason.what})" if reason.what else REASONS[reason].meaning
 
 
 def _named(model: nn.Module) -> str:

@@ -42,7 +42,7 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     whole = model_kwargs.get(compat.CACHE)
     made = compat.text_cache(whole)
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
-    ours = _takes_our_cache(self, state) and (by_plans or not has_encoder)
+    ours = takes_our_cache(self, state) and (by_plans or not has_encoder)
     if part is not None and part.is_recorded:  # nothing but our loop uses the cache
         ours = ours and unknown_argument(part, model_kwargs) is None
     if plain and ours and not users_own:
@@ -66,7 +66,7 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     return result
 
 
-def _takes_our_cache(model: nn.Module, state: PatchState) -> bool:
+def takes_our_cache(model: nn.Module, state: PatchState) -> bool:
     """Whether a FastpathCache serves this model: our loop uses it, or every layer's attention does."""
     plan = state.decided
     if plan.loop_reason is None:

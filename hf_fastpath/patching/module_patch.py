@@ -11,6 +11,7 @@ from torch import nn
 from ..compat import foreign_mode, is_known_code, is_sharded, name_of
 from ..decode.attention_part import AttentionPart
 from ..decode.layer_part import LayerPart
+from ..decode.modules import odd_tensor
 from ..decode.parts import FeedForwardPart, HeadPart, NormPart
 from ..decode.patched import Patched
 from ..decode.structure import DecoderPart
@@ -64,13 +65,18 @@ class ModulePatch:
         grad = torch.is_grad_enabled()
         if grad and x.requires_grad:
             return "gradient"
-        for parameter in self.part.parameters():
+        parameters = self.part.parameters()
+        if (odd := odd_tensor(parameters)) is not None:
+            return self.part.reason() or Cause("unsupported_projection", odd, self.part.module)
+        for parameter in parameters:
             if parameter is None:
                 continue
             if is_sharded(parameter):
                 return Cause("sharded", module=self.part.module)
             if parameter.dtype != x.dtype:
-                return Cause("dtype", f"called with {x.dtype}, a weight is {parameter.dtype}", self.part.module)
+                what = f"called with {x.dtype}, a weight is {parameter.dtype}"
+                # the weights of a quantized layer are of other types, and to load it in one type would not help
+                return self.part.reason() or Cause("dtype", what, self.part.module)
             if parameter.device != x.device:
                 return Cause("device", f"called with {x.device}, a weight is on {parameter.device}", self.part.module)
             if grad and parameter.requires_grad:

@@ -11,6 +11,7 @@ from ..decode.eligibility import torch_reason, uncovered_reason
 from ..decode.structure import ModelPart
 from ..native import loader
 from ..reasons import check, explained, named
+from ..recording.family import RECORDED
 from ..stats import Stats
 from .plan import PatchPlan
 
@@ -102,7 +103,10 @@ class Report:
         """Return lines on what is fast and what is stock."""
         fast = ", ".join(f"{count} {part}" for part, count in self.patched.items()) or "nothing"
         family = self.architecture if self.like is None else f"{self.architecture} (structural: like {self.like})"
-        lines = [f"hf_fastpath on {family}: {fast} patched; decode loop: {self._loop()}"]
+        what = f"{fast} patched"
+        if self.architecture == RECORDED and self.loop == "fast":
+            what = "a step recorded from the model's own forward"
+        lines = [f"hf_fastpath on {family}: {what}; decode loop: {self._loop()}"]
         if self.ranks is not None:
             lines.append(f"  tensor parallel: {self.ranks}")
         return lines + [f"  stock: {count} {self._declined(what)}" for what, count in self.declined.items()]

@@ -125,8 +125,8 @@ def check(plan: PatchPlan) -> None:
             plan.recorded.twins_difference = of_logits
         return
     if plan.is_recorded:
-        cause = f"the recorded step of a small {type(model).__name__} does not decode as stock does: {difference}"
-        raise unsupported(cause, REASONS["not_recorded"].remedy)
+        cause = f"the recorded step of a small {type(model).__name__} does not decode as stock does"
+        raise unsupported(cause, REASONS["not_recorded"].remedy, why=difference)
     found = plan.by_structure
     if found is not None:
         why = f"{found.name} has no architecture file and was taken for a {found.like}"

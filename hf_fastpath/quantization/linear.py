@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -11,9 +12,12 @@ from ..ops.gemv import MAX_ROWS
 from ..ops.packed_gemm import SPEC as PACKED_GEMM
 from ..ops.packed_gemv import SPEC as PACKED_GEMV
 from ..registry import FLOAT_DTYPES, OpSpec
+from .absent_weight import REMEDY, AbsentWeight
 from .formats import PackedWeight
 
 _PARTS = ("quants", "scale_bits", "zeros")
+#: attribute with the parameter that was quantized, while that is tied to others
+QUANTIZED_OF = "_hf_fastpath_quantized_of"
 
 
 class PackedLinear(nn.Module):
@@ -26,12 +30,12 @@ class PackedLinear(nn.Module):
     Args:
         weight: the quantized weight.
         bias: [out_features] or None; the module keeps the parameter itself.
+        dtype: type of the weight that was quantized, which a cast of the module changes.
     """
 
-    weight = None  # T5 asks for a layer's weight, and for the type of it if it is a tensor
-
-    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None):
+    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None, dtype: torch.dtype = torch.float32):
         super().__init__()
+        self.dtype = dtype
         self.format, self.multiplier = weight.format, weight.multiplier
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.register_buffer("quants", weight.quants)
@@ -39,6 +43,41 @@ class PackedLinear(nn.Module):
         self.register_buffer("scale_bits", weight.scales.view(torch.int16))
         self.register_buffer("zeros", weight.zeros)
         self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> AbsentWeight:
+        """What tells of the weight to code that asks a linear layer for it."""
+        return AbsentWeight(self.dtype, self.quants.device, (self.out_features, self.in_features))
+
+    @weight.setter
+    def weight(self, value: Any) -> NoReturn:
+        self._refuse("weight")
+
+    @weight.deleter
+    def weight(self) -> NoReturn:
+        self._refuse("weight")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register the bias; refuse a weight, which would not be read, unless it is the one that was quantized."""
+        if name == "bias":
+            super().register_parameter(name, param)
+        elif name != "weight" or param is None or param is not vars(self).get(QUANTIZED_OF):
+            self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise ValueError(
+            f"{name!r} of a layer whose weight hf_fastpath has quantized to {self.format.name} cannot be set: {REMEDY}"
+        )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        errors = args[-1]
+        if f"{prefix}weight" in state_dict:
+            errors.append(f"{prefix}weight would not be read, because hf_fastpath has quantized the layer: {REMEDY}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> PackedLinear:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.quants.device)).dtype
+        return super()._apply(fn, recurse)
 
     @property
     def scales(self) -> torch.Tensor:

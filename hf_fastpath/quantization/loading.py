@@ -299,7 +299,8 @@ class _Loading:
         places = places_of(model)
         for name, weight in self._weights.items():
             linear = model.get_submodule(name)
-            packed = PackedLinear(weight, linear.bias if hasattr(linear, "bias") else None).train(linear.training)
+            bias = linear.bias if hasattr(linear, "bias") else None
+            packed = PackedLinear(weight, bias, linear.weight.dtype).train(linear.training)
             done = Replaced(linear, packed, places[id(linear)])
             state.ledger.replaced.append(done)
             for parent, attribute in done.places:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -169,7 +170,7 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
         return
     first = len(replaced)
     try:
-        repack_layers(part, replaced, quiet, _packed_alike)
+        repack_layers(part, replaced, quiet, functools.partial(_packed_alike, dtype=part.module.dtype))
     except NoCounterpart as found:
         while len(replaced) > first:
             replaced.pop().undo()
@@ -211,7 +212,7 @@ def _put(
         replaced.append(done)
 
 
-def _packed_alike(linears: list[nn.Module]) -> list[tuple[nn.Module, PackedLinear]]:
+def _packed_alike(linears: list[nn.Module], dtype: torch.dtype) -> list[tuple[nn.Module, PackedLinear]]:
     """Repack those of some layers of one input that a package's checkpoint brought.
 
     Raises:
@@ -230,7 +231,7 @@ def _packed_alike(linears: list[nn.Module]) -> list[tuple[nn.Module, PackedLinea
         bias = getattr(linear, "bias", None)
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias, requires_grad=False)
-        made.append((linear, PackedLinear(weight, bias).train(linear.training)))
+        made.append((linear, PackedLinear(weight, bias, dtype).train(linear.training)))
     return made
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -140,14 +139,6 @@ def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
     return tuple(found)
 
 
-def no_saving(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Replace ``save_pretrained()`` while weights are quantized."""
-    raise ValueError(
-        "save_pretrained() would write a checkpoint that transformers cannot load: its weights are quantized by "
-        "hf_fastpath. save_packed(model, directory) writes them as they are; unpatch(model) brings the model's own back"
-    )
-
-
 def quantize_model(
     model: nn.Module, asked: Sequence[Replacement], replaced: list[Replaced], quiet: bool = False
 ) -> None:
@@ -203,7 +194,7 @@ def _replace(
     weights = [weight.t() if type(linear) is Conv1D else weight for linear, weight in zip(linears, whole)]
     together = quantize(torch.cat(weights), format)
     for linear, weight in zip(linears, together.split([len(each) for each in weights])):
-        packed = PackedLinear(weight, linear.bias).train(linear.training)
+        packed = PackedLinear(weight, linear.bias, linear.weight.dtype).train(linear.training)
         if is_sharded(linear.weight):
             spread_like(linear, packed)
         place_like(linear, packed)

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import compat
 from ..decode.encoded import EncodedMemory
-from ..decode.modules import is_packed, model_code_reason, own_code_reason
+from ..decode.modules import model_code_reason, odd_module, own_code_reason
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program
@@ -23,7 +23,7 @@ from ..decode.structure import MAX_BATCH
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache
 from ..ops.queries import takes_head_dim
-from ..reasons import Cause
+from ..reasons import Cause, class_name
 from . import marks
 from .arguments import described, hides_other_places, why_it_matters
 from .errors import OUT_OF_MEMORY
@@ -69,7 +69,7 @@ class RecordedPart:
         self.is_multimodal = compat.is_multimodal(module)
         self.has_encoder = compat.has_encoder(module)
         self.token_shape = compat.token_shape(module)
-        self._recordings: dict[tuple[int, int], Recording] = {}
+        self._recordings: dict[tuple[int, int], Recording | Exception] = {}
         self.verdict: tuple[Cause | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
         self._passes_mask_on = False  # True once the decoder was seen to be given the mask that the model is given
@@ -117,16 +117,27 @@ class RecordedPart:
         """
         key = batch, query_len
         if key not in self._recordings:
-            self._recordings[key] = passed(record(self._skeleton_as_now, batch, query_len), self.module)
-        return self._recordings[key]
+            try:
+                self._recordings[key] = passed(record(self._skeleton_as_now, batch, query_len), self.module)
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as error:  # which another try would raise again
+                self._recordings[key] = error
+        found = self._recordings[key]
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
+        return found
 
     @functools.cached_property
     def kinds(self) -> tuple[compat.LayerKind, ...]:
         """Return what each layer of the cache holds; nothing if a layer holds something that plans know nothing of."""
-        kinds = tuple(compat.layer_kinds(self.module.config) or ())
-        if self.has_encoder and kinds and self.shape_reason(1, 1) is None:
-            return kinds[: len(self.recording(1, 1).windows)]
-        return kinds
+        kinds = self._kinds_of_config
+        # a config may tell of more layers than the decoder has
+        return kinds[: len(self.recording(1, 1).windows)] if kinds and self.shape_reason(1, 1) is None else kinds
+
+    @functools.cached_property
+    def _kinds_of_config(self) -> tuple[compat.LayerKind, ...]:
+        return tuple(compat.layer_kinds(self.module.config) or ())
 
     @functools.cached_property
     def layers(self) -> list[RecordedLayer]:
@@ -283,11 +294,15 @@ class RecordedPart:
 
     def other_reason(self) -> str | None:
         """Return why nothing is known of what is inside, or None."""
-        if not self.kinds:
+        if not self._kinds_of_config:
             return Cause("not_recorded", "its cache holds more than keys, values and states", self.module)
-        roles = self.embedding, self.head
-        if not all(isinstance(getattr(each, "weight", None), torch.Tensor) or is_packed(each) for each in roles):
+        if self.embedding is None or self.head is None:
             return Cause("not_recorded", "it has no embedding or no head", self.module)
+        table = getattr(self.embedding, "weight", None)
+        if not isinstance(table, torch.Tensor):
+            return odd_module(
+                self.embedding, f"a table of embeddings whose weight is no tensor, but {class_name(table)}"
+            )
         return None
 
     def shape_reason(self, batch: int, query_len: int) -> str | None:
@@ -302,6 +317,9 @@ class RecordedPart:
         is_known = isinstance(error, Unrecordable)
         self.is_passing = self.is_passing or isinstance(error, OUT_OF_MEMORY)
         what = str(error) if is_known else f"{type(error).__name__}: {error}"
+        layer = compat.foreign_layer(self.module)
+        if layer is not None:  # kernels of other packages take no tensors without data
+            return odd_module(layer, f"{where}{what}")
         return Cause(error.code if is_known else Unrecordable.code, f"{where}{what}", self.module)
 
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:

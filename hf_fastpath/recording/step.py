@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import compat
-from ..decode.named_calls import Norm, Register
+from ..decode.named_calls import Call, Norm, Register
 from ..decode.snapshot import differences
 from . import marks, modes
 from .errors import OUT_OF_MEMORY
@@ -134,6 +134,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             cache.keep(len(encoded))
         with modes.spans(noting), spread_modules(noting), modes.Dispatch(noting), modes.Functions(noting):
             logits = skeleton.run(tokens, positions, whole, arguments)
+    cache.keep(_read_layers(noting.calls, cache.kinds))
     if tuple(logits.shape[:2]) != (batch * math.prod(skeleton.token_shape), query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
     for call in noting.calls:
@@ -190,6 +191,14 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         live={each.untyped_storage()._cdata for each in (*skeleton.plain, *skeleton.code.tensors())},
         quantized=[(each, skeleton.model.get_submodule(path)) for path, each in skeleton.quantized.items()],
     )
+
+
+def _read_layers(calls: list[Call], kinds: list[compat.LayerKind]) -> int:
+    """Return how many layers of a cache a step uses: those behind them, which have keys and values alone, are of a
+    config that tells of more layers than its model has."""
+    used = [call.arguments["layer"] for call in calls if call.op is marks.append]
+    used += [index for index, kind in enumerate(kinds) if kind.states or not kind.keys]
+    return max(used, default=len(kinds) - 1) + 1
 
 
 def _linears_by_input(noting: Recorder) -> list[list[str]]:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..decode.modules import odd_module
 from ..native import loader
-from ..reasons import Cause
+from ..reasons import Cause, class_name
 from ..registry import PLAIN_TENSORS
 
 
@@ -25,9 +26,11 @@ def tensors_reason(
     parameters = list(model.parameters())
     if any(map(compat.is_sharded, parameters)):
         return Cause("sharded", module=model)
-    odd = next((each for each in parameters if type(each) not in PLAIN_TENSORS), None)
+    owned = ((module, each) for module in model.modules() for each in module._parameters.values() if each is not None)
+    odd = next(((module, each) for module, each in owned if type(each) not in PLAIN_TENSORS), None)
     if odd is not None:
-        return Cause("unsupported_projection", f"a weight is {type(odd).__name__}", model)
+        module, weight = odd
+        return odd_module(module, f"weight is {class_name(weight)}")
     devices = set(map(device_of, parameters))
     if len({each.type for each in devices} if is_placed else devices) > 1:
         return Cause("device", f"weights on {', '.join(sorted(map(str, devices)))}", model)

@@ -129,23 +129,24 @@ def test_explain_a_model_without_an_architecture(tmp_path, capsys):
         assert part in printed
 
 
+RECORDED = "hf_fastpath on recorded: a step recorded from the model's own forward; decode loop: fast"
 #: type of a config -> the model that is made of it, and what is said about the model
 TYPES = {
-    "gemma3": ("Gemma3ForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
-    "llava": ("LlavaForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
-    "mistral3": ("Mistral3ForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
-    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
-    "t5": ("T5ForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
-    "bart": ("BartForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
-    "whisper": ("WhisperForConditionalGeneration", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
+    "gemma3": ("Gemma3ForConditionalGeneration", RECORDED),
+    "llava": ("LlavaForConditionalGeneration", RECORDED),
+    "mistral3": ("Mistral3ForConditionalGeneration", RECORDED),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", RECORDED),
+    "t5": ("T5ForConditionalGeneration", RECORDED),
+    "bart": ("BartForConditionalGeneration", RECORDED),
+    "whisper": ("WhisperForConditionalGeneration", RECORDED),
     "blip-2": ("Blip2ForConditionalGeneration", "decode loop: fast"),
     "qwen2_audio": (
         "Qwen2AudioForConditionalGeneration",
-        "hf_fastpath on recorded: nothing patched; decode loop: fast",
+        RECORDED,
     ),
     "vit": ("ViTModel", "generates no tokens"),
     "clip": ("CLIPModel", "generates no tokens"),
-    "minicpm3": ("MiniCPM3ForCausalLM", "hf_fastpath on recorded: nothing patched; decode loop: fast"),
+    "minicpm3": ("MiniCPM3ForCausalLM", RECORDED),
     "deepseek_v32": ("DeepseekV32ForCausalLM", "its cache holds more than keys, values and states)"),
     "rwkv": ("RwkvForCausalLM", "aten.div_.Tensor writes into a tensor of the model"),
     "llama": ("LlamaForCausalLM", "decode loop: fast"),

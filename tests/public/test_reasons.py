@@ -117,6 +117,17 @@ def of_a_checkpoint(**attributes) -> set[str]:
     return declined(model)
 
 
+def of_package(package: str, role: str = "up_proj", **attributes) -> set[str]:
+    """Make a projection of another package's class, or of torch's with attributes that this package gives it."""
+
+    def replace(model):
+        projection = getattr(mlp_of(model), role)
+        projection.__class__ = type("Linear", (nn.Linear,), {"__module__": package}) if package else nn.Linear
+        vars(projection).update(attributes)
+
+    return after(replace)
+
+
 def no_native_library(monkeypatch):
     """The user asks for the references."""
     monkeypatch.setenv("HF_FASTPATH_NATIVE", "0")
@@ -331,6 +342,8 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     },
     "unsupported_activation": unsupported_activation,
     "unsupported_head_dim": lambda: declined(build("llama", head_dim=514)),
+    "adapter": lambda: of_package("peft.tuners.lora.layer"),
+    "compressed_tensors": lambda: of_package("compressed_tensors.linear.compressed_linear"),
     "quantized_format": lambda: of_a_checkpoint(bits=3),
     "quantized_in_use": lambda: of_a_checkpoint(linear_mode="inference"),
     "quantized_order": lambda: of_a_checkpoint(qweight=torch.zeros(1)),
@@ -455,14 +468,16 @@ NAMES = {
     "unsupported_device": "quantized weights on meta",
     "unsupported_activation": "model.layers.0.mlp.act_fn: Tanh",
     "unsupported_head_dim": "model.layers.0.self_attn: LlamaAttention, head_dim=514",
-    "unsupported_projection": "model.layers.0.mlp.up_proj: Adapted",
-    "quantized_format": "model.layers.0.mlp.down_proj: TorchLinear",
-    "quantized_order": "model.layers.0.mlp.down_proj: TorchLinear",
-    "quantized_in_use": "model.layers.0.mlp.down_proj: TorchLinear",
+    "unsupported_projection": "model.layers.0.mlp.up_proj: test_reasons.Adapted",
+    "adapter": "model.layers.0.mlp.up_proj: peft.tuners.lora.layer.Linear",
+    "compressed_tensors": "model.layers.0.mlp.up_proj: compressed_tensors.linear.compressed_linear.Linear",
+    "quantized_format": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
+    "quantized_order": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
+    "quantized_in_use": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "unsupported_config": "sliding_window=1",
     "instance_forward": "model.layers.0.mlp: LlamaMLP, forward is test_reasons.instance_forward",
     "model_forward": "LlamaForCausalLM, forward is test_reasons.model_forward",
-    "sharded": "model.layers.0.mlp.down_proj: Linear, weight is DTensor",
+    "sharded": "model.layers.0.mlp.down_proj: Linear, weight is torch.distributed.tensor.DTensor",
     "offloaded": "model.embed_tokens: Embedding",
     "over_the_bus": "GB a step",
     "not_page_locked": "GB of host memory: no room",
