@@ -84,6 +84,7 @@ from .generation import (
     looks_at_tokens_alone,
     new_tokens,
     num_new_tokens,
+    num_tokens_behind,
     numbers_of,
     overridden_method,
     pad_token,
@@ -91,6 +92,7 @@ from .generation import (
     prefill,
     rotary_positions,
     sampling_settings,
+    sequences_of,
     set_philox_offset,
     uses_generation_mixin_sample,
 )

@@ -61,23 +61,30 @@ def _text_reason(
         return reason
     if synced_gpus:
         return "synced_gpus"
-    if config.compile_config is not None:
-        return "compile_config"
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name):
-            return Cause("attention_outputs", name)
+    if (reason := request_reason(config)) is not None:
+        return reason
     if not model_kwargs.get("use_cache"):
         return Cause("no_cache", "use_cache=False")
     if (reason := _arguments_reason(part, input_ids, text)) is not None:
         return reason
-    if not isinstance(cache, FastpathCache):
-        return Cause("other_cache", type(cache).__name__)
+    if not isinstance(cache, FastpathCache):  # of a model with a reason, prepare_cache() has left transformers' own
+        return state.plans.known_reason_of(part) or Cause("other_cache", type(cache).__name__)
     if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
         return Cause("batch_size", f"{batch} sequences, {most} at most")
     reason = model_reason(state, part, input_ids, cache)
     # a cache of states alone does not count for transformers, which reads a whole text again behind them
     past_len = cache.get_seq_length() if cache.key_layers else 0
     return reason or _layout_reason(part, input_ids, text, past_len)
+
+
+def request_reason(config: Any) -> str | None:
+    """Return the reason against every call with this generation config, whatever the model; or None."""
+    if config.compile_config is not None:
+        return "compile_config"
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            return Cause("attention_outputs", name)
+    return None
 
 
 def why_no_drafts(

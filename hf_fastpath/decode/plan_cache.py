@@ -56,6 +56,8 @@ class PlanCache:
     def __init__(self) -> None:
         self.family: Family | None = None
         self.snapshot: Snapshot | None = None
+        self._looked_at: Snapshot | None = None
+        self._declined: tuple[structure.ModelPart, str] | None = None
         self._waiting: list[DecodePlan] = []
         self.forget_other_threads()
 
@@ -73,7 +75,7 @@ class PlanCache:
     def clear(self) -> None:
         """Forget all plans and programs."""
         self._waiting.clear()
-        self.snapshot = None
+        self.snapshot = self._looked_at = self._declined = None
 
     @contextmanager
     def place(self) -> Iterator[bool]:
@@ -136,11 +138,14 @@ class PlanCache:
 
     def part_of(self, model: nn.Module) -> structure.ModelPart | None:
         """Return ``model`` in its roles as it is now, or None if it is of no family."""
-        snapshot = self.snapshot
-        if snapshot is not None and snapshot.part.source is model and snapshot.holds():
-            return snapshot.part
-        self.snapshot = None
-        return None if self.family is None else self.family.model_part(model)
+        for snapshot in (self.snapshot, self._looked_at):
+            if snapshot is not None and snapshot.part.source is model and snapshot.holds():
+                return snapshot.part
+        self.snapshot = self._looked_at = None
+        part = None if self.family is None else self.family.model_part(model)
+        if part is not None and part.is_recorded:  # else calls that nobody asks for a reason record it anew each time
+            self._looked_at = Snapshot(part)
+        return part
 
     def reason_of(self, part: structure.ModelPart) -> str | None:
         """Return ``part.reason()`` for a part of the model as it is now. Without a reason, :meth:`part_of` gives the
@@ -148,12 +153,21 @@ class PlanCache:
         if self._snapshot_with(part) is not None:
             return None
         reason = part.reason()
+        self._declined = None if reason is None else (part, reason)
         if reason is None:
             made = Snapshot(part)
             with self.lock:  # what plans of the model as it was hold of the host's memory is needed now
                 self._waiting = [plan for plan in self._waiting if plan.fingerprint == made.fingerprint]
             self.snapshot = made
         return reason
+
+    def known_reason_of(self, part: structure.ModelPart) -> str | None:
+        """Do as :meth:`reason_of`, but of a recorded model return only what has been found before: nothing is recorded
+        for a call that stock code makes in any case."""
+        if not part.is_recorded:
+            return self.reason_of(part)
+        declined = self._declined  # another thread may replace it at any time
+        return declined[1] if declined is not None and declined[0] is part else None
 
     def _snapshot_with(self, part: structure.ModelPart) -> Snapshot | None:
         snapshot = self.snapshot  # another thread may replace it at any time

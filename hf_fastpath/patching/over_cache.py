@@ -124,7 +124,11 @@ def _with_tensors_that_fit(call: Call) -> Finding:
 
 
 def _over_our_cache(call: Call) -> Finding:
-    return None if isinstance(call.cache, FastpathCache) else Cause("other_cache", type(call.cache).__name__)
+    if isinstance(call.cache, FastpathCache):
+        return None
+    if call.patch.state.stats.is_left_to_stock:  # there is a reason already, for which stock code got its own cache
+        return call.patch.part.reason() or BY_DESIGN
+    return Cause("other_cache", type(call.cache).__name__)
 
 
 def _of_what_kernels_compute(call: Call) -> Finding:
