@@ -115,6 +115,7 @@ from .models import (
     has_static_rope,
     head_dim,
     is_decoder_alone,
+    is_flash_attention,
     is_multimodal,
     known_positions,
     layer_config,

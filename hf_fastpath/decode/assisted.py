@@ -93,7 +93,9 @@ def decode(
     state.fall_back(reason)
     given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
     named = dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer)
-    named |= dict(tokenizer=tokenizer, **for_stock(model_kwargs))
+    # only the way to draft is not ours: the modules' forwards read such drafts, over our cache
+    is_read_by_ours = reason == "generation_mode" and not part.is_recorded
+    named |= dict(tokenizer=tokenizer, **(model_kwargs if is_read_by_ours else for_stock(model_kwargs)))
     return by_stock(state, input_ids, lambda: original(model, *given, **named))
 
 

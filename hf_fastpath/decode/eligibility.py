@@ -69,6 +69,8 @@ def _text_reason(
         return reason
     if not isinstance(cache, FastpathCache):  # of a model with a reason, prepare_cache() has left transformers' own
         return state.plans.known_reason_of(part) or Cause("other_cache", type(cache).__name__)
+    if (size := config.prefill_chunk_size) is not None and not (cache.key_layers and type(size) is int and size > 0):
+        return Cause("unsupported_input", f"prefill_chunk_size={size!r}")  # stock code has an error, or another rule
     if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
         return Cause("batch_size", f"{batch} sequences, {most} at most")
     reason = model_reason(state, part, input_ids, cache)
