@@ -36,8 +36,8 @@ class Stats:
     last_tokens_per_second: float | None = None
     pages: PageCounts | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    #: of the thread: ``reasons``, (code, id of its module) of each reason noted in the call that it is in; ``made``, the
-    #: tokens that it has counted; ``left`` and ``unseen``, see the methods that set them
+    #: of the thread: ``reasons``, (code, id of its module) of each reason noted in the call that it is in; ``made``,
+    #: the tokens that it has counted; ``left`` and ``unseen``, see the methods that set them
     _noted: threading.local = field(default_factory=threading.local, repr=False)
 
     def new_call(self) -> None:

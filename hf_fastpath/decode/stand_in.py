@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
 
 from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache

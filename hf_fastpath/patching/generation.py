@@ -37,7 +37,6 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
         return result
     state.stats.new_call()
     part = state.plans.part_of(self) if state.loop_reason is None else None
-    has_encoder = part is not None and part.has_encoder
     by_plans = compat.is_sample_mode(generation_mode) or (compat.is_beam_mode(generation_mode) and beams.takes(part))
     if not (by_plans or (compat.is_assisted_mode(generation_mode) and state.generates)):
         state.fall_back(
@@ -46,8 +45,9 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     whole = model_kwargs.get(compat.CACHE)
     made = compat.text_cache(whole)
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
-    is_known_mode = by_plans or (compat.is_assisted_mode(generation_mode) and not has_encoder)
-    if plain and not users_own and is_known_mode and _takes_our_cache(self, state, part, generation_config, model_kwargs):
+    if part is not None and not by_plans:
+        plain = plain and compat.is_assisted_mode(generation_mode) and not (part.has_encoder or part.is_multimodal)
+    if plain and not users_own and _takes_our_cache(self, state, part, generation_config, model_kwargs):
         is_text_alone, stocks = made is whole, made
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
         made.stands_for = stocks
@@ -76,7 +76,7 @@ def _takes_our_cache(model: nn.Module, state: PatchState, part: Any, config: Any
     """
     if state.loop_reason is not None:
         return _has_layers_of_ours(model, state.decided)
-    if part is None or request_reason(config) is not None:
+    if part is None or request_reason(part, config) is not None:
         return False
     if part.is_recorded and unknown_argument(part, model_kwargs) is not None:  # nothing but our loop uses the cache
         return False
