@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-
 from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from .calls import Watch, next_positions_of, runs_users_code, settling
