@@ -37,6 +37,7 @@ _MODULES = {"ops": "ops", "loader": "native.loader"}
 
 __all__ = ["__version__", "ops", *_PUBLIC]
 
+
 def _find_patches_of_a_clone() -> None:
     """Make ``hf_fastpath.patches`` of the folder beside this package, which is where a clone has it.
 

@@ -51,7 +51,7 @@ class Attention:
         out: name of the output projection.
         by_kv_head: the rows of a fused projection are ordered by KV head: the head's queries, its key, its value.
         head_dim: attribute that holds the size of a head.
-        scaling: attribute that holds the factor on the scores.
+        scaling: attribute that holds the factor on the scores; None if that is ``1 / sqrt(head_dim)``.
         attention_dropout: name of the attribute that holds the dropout probability, or of an ``nn.Dropout``.
         repeats_kv: switch that is on if the cache holds keys and values for every query head; None if it never does.
         refuse, require: paths of attributes that must be falsy, or truthy, if the kernels are to compute what the model
@@ -77,7 +77,7 @@ class Attention:
     by_kv_head: bool = False
     head_dim: str = "head_dim"
     repeats_kv: str | None = None
-    scaling: str = "scaling"
+    scaling: str | None = "scaling"
     attention_dropout: str = "attention_dropout"
     refuse: tuple[str, ...] = ()
     require: tuple[str, ...] = ()

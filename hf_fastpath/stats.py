@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -34,7 +36,8 @@ class Stats:
     last_tokens_per_second: float | None = None
     pages: PageCounts | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    #: (code, id of its module) of each reason noted in the call that the thread is in
+    #: of the thread: ``reasons``, (code, id of its module) of each reason noted in the call that it is in; ``made``,
+    #: the tokens that it has counted; ``left`` and ``unseen``, see the methods that set them
     _noted: threading.local = field(default_factory=threading.local, repr=False)
 
     def new_call(self) -> None:
@@ -56,6 +59,33 @@ class Stats:
             if what and what not in known and len(known) < MOST_DETAILS:
                 known.append(what)
 
+    @property
+    def made_here(self) -> int:
+        """The tokens that this thread has counted so far."""
+        return vars(self._noted).get("made", 0)
+
+    @property
+    def is_left_to_stock(self) -> bool:
+        """Whether the thread is in a call of ``generate()`` that has been left to stock code, with a reason."""
+        return vars(self._noted).get("left", False)
+
+    def left_to_stock(self) -> Any:
+        """Note, for the length of a ``with`` block, that the call of ``generate()`` has been left to stock code."""
+        return self._flagged("left")
+
+    def uncounted(self) -> Any:
+        """Count no tokens of this thread for the length of a ``with`` block: they are drafts of a call's tokens."""
+        return self._flagged("unseen")
+
+    @contextmanager
+    def _flagged(self, name: str) -> Iterator[None]:
+        before = vars(self._noted).get(name, False)
+        setattr(self._noted, name, True)
+        try:
+            yield
+        finally:
+            setattr(self._noted, name, before)
+
     def renew_lock(self) -> None:
         """Make a new lock: after a fork, a thread that the child does not have may hold the old one."""
         self._lock = threading.Lock()
@@ -69,6 +99,9 @@ class Stats:
             stock: whether stock code made them.
             timed: number of tokens that fall into the timed part; None for all.
         """
+        if vars(self._noted).get("unseen"):
+            return
+        self._noted.made = self.made_here + tokens
         elapsed = time.perf_counter() - started
         timed = tokens if timed is None else timed
         with self._lock:

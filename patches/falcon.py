@@ -20,7 +20,7 @@ ARCHITECTURE = Architecture(
         by_kv_head=True,
         repeats_kv="new_decoder_architecture",
         out="dense",
-        scaling="inv_norm_factor",
+        scaling=None,
         refuse=("config.alibi",),
         cache="layer_past",
     ),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..compat import CACHE, EncoderDecoderCache
+from ..compat import CACHE, EncoderDecoderCache, text_cache
 
 
 class FastpathEncoderDecoderCache(EncoderDecoderCache):
@@ -33,12 +33,15 @@ class FastpathEncoderDecoderCache(EncoderDecoderCache):
 
 
 def for_stock(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of ``generate()`` for stock code, which is faster over transformers' own cache: an empty
-    cache that holds the text as the model computes it is replaced."""
+    """Return keyword arguments of ``generate()`` for stock code, which gets the cache that it has made itself.
+
+    A cache that the user has given, or whose storage the user has chosen, stays.
+    """
     cache = model_kwargs.get(CACHE)
-    if type(cache) is not FastpathEncoderDecoderCache or cache.get_seq_length():
+    text = text_cache(cache)
+    stocks = getattr(text, "stands_for", None)
+    if stocks is None or text.kv_dtype is not None or text.page_size is not None:
         return model_kwargs
-    text = cache.self_attention_cache
-    if text.kv_dtype is not None or text.page_size is not None:
-        return model_kwargs
-    return model_kwargs | {CACHE: EncoderDecoderCache(text.to_dynamic(), cache.cross_attention_cache)}
+    if text is not cache:
+        stocks = EncoderDecoderCache(stocks, cache.cross_attention_cache)
+    return model_kwargs | {CACHE: stocks}

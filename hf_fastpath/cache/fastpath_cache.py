@@ -55,6 +55,8 @@ class FastpathCache(Cache):
         self.expected_length = 0
         self.is_kept = False  # True while a forward runs that leaves no trace if it fails
         self.is_dropped = False  # True if nobody reads this cache once the call of generate() that made it has ended
+        #: transformers' own cache, empty, in whose place a call of generate() has made this one
+        self.stands_for: DynamicCache | None = None
         if config is None:
             super().__init__(layer_class_to_replicate=FastpathLayer)
             return

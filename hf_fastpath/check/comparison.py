@@ -29,7 +29,7 @@ from ..compat import (
 )
 from ..decode.encoded import Encoded, seen
 from ..ops.gemv import MAX_ROWS
-from ..patching.generation import takes_our_cache
+from ..patching.generation import is_served
 from ..patching.state import paused, state_of
 from ..progress import counted
 from ..reasons import Cause, explained, named
@@ -226,12 +226,12 @@ def why_no_plan(model: nn.Module) -> Cause | None:
 def _cache_for(model: nn.Module, fast: bool) -> Cache:
     """Make an empty cache. If the patched model's cache rounds keys and values, so does the one for stock code."""
     made, state = DynamicCache(config=model.config), state_of(model)
-    if state is not None and not takes_our_cache(model, state):
+    part = None if state is None or state.loop_reason is not None else state.plans.part_of(model)
+    if state is not None and not is_served(model, state, part):
         return made
     kv_dtype, page_size = (None, None) if state is None else (state.options.kv_dtype, state.options.page_size)
     if fast or kv_dtype is not None:
         made = FastpathCache.from_dynamic(made, kv_dtype, page_size)
-        part = None if state is None else state.plans.part_of(model)
         if part is not None:
             del made.layers[len(part.kinds) :]  # a config may tell of more layers than its decoder has
     return over_encoder(made) if has_encoder(model) else made

@@ -89,6 +89,7 @@ from .generation import (
     looks_at_tokens_alone,
     new_tokens,
     num_new_tokens,
+    num_tokens_behind,
     numbers_of,
     overridden_method,
     pad_token,
@@ -96,6 +97,7 @@ from .generation import (
     prefill,
     rotary_positions,
     sampling_settings,
+    sequences_of,
     set_philox_offset,
     uses_generation_mixin_sample,
 )
@@ -118,6 +120,7 @@ from .models import (
     has_static_rope,
     head_dim,
     is_decoder_alone,
+    is_flash_attention,
     is_multimodal,
     known_positions,
     layer_config,

@@ -262,6 +262,32 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
+def sequences_of(result: Any) -> Any:
+    """Return the token ids among what ``generate()`` or one of its loops has given; None if a loop gives none."""
+    return result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
+
+
+def num_tokens_behind(model: Any, prompt: Any, arguments: Mapping[str, Any], result: Any) -> int:
+    """Return how many tokens a call of ``generate()`` has made, whatever its loop.
+
+    Args:
+        model: whose ``generate()`` was called.
+        prompt: its first argument, or None.
+        arguments: those that were given by name.
+        result: what it gave.
+    """
+    sequences = sequences_of(result)
+    if not isinstance(sequences, torch.Tensor):
+        return 0
+    if getattr(model.config, "is_encoder_decoder", False):
+        given = arguments.get("decoder_input_ids")
+        return sequences.numel() - len(sequences) * (1 if given is None else given.shape[-1])
+    prompt = arguments.get("input_ids") if prompt is None else prompt
+    if isinstance(prompt, torch.Tensor) and prompt.dim() == sequences.dim():
+        return sequences.numel() - len(sequences) * prompt[0].numel()
+    return sequences.numel()  # the prompt is embeddings, or text before sound, and comes not back
+
+
 def uses_generation_mixin_sample(model: Any) -> bool:
     """Whether the model's class has transformers' own greedy and sampling loop."""
     return getattr(type(model), "_sample", None) is GenerationMixin._sample

@@ -60,6 +60,12 @@ def attention_function(module: nn.Module) -> Callable[..., Any] | None:
     return _global_of(module, "eager_attention_forward")
 
 
+def is_flash_attention(module: nn.Module) -> bool:
+    """Whether the attention of ``module`` is computed by a flash attention of a package or of the hub."""
+    name = module.config._attn_implementation or ""
+    return "flash" in name.rpartition("|")[2]
+
+
 def experts_function(module: nn.Module) -> Callable[..., Any] | None:
     """Return the function that computes experts in a module, as its config says; None for the module's own code."""
     name = module.config._experts_implementation

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import compat
+from ..cache.encoder_decoder import for_stock
 from ..cache.fastpath_cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..reasons import Cause
@@ -31,6 +32,7 @@ from .calls import (
     runs_users_code,
     settling,
 )
+from .counted import by_stock
 from .draft_plan import DraftReader, StockReader
 from .drafts import PlanDrafts, StockDrafts
 from .eligibility import step_aside_reason, why_no_drafts
@@ -89,11 +91,12 @@ def decode(
                     return call.generate(part, model_kwargs, assistant_model)
         reason = "busy"
     state.fall_back(reason)
-    return original(
-        *(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer),
-        **dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer),
-        **dict(tokenizer=tokenizer, **model_kwargs),
-    )
+    given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
+    named = dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer)
+    # only the way to draft is not ours: the modules' forwards read such drafts, over our cache
+    is_read_by_ours = reason == "generation_mode" and not part.is_recorded
+    named |= dict(tokenizer=tokenizer, **(model_kwargs if is_read_by_ours else for_stock(model_kwargs)))
+    return by_stock(state, input_ids, lambda: original(model, *given, **named))
 
 
 def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer: Any) -> str:
@@ -305,7 +308,8 @@ class _Call:
 
     def _propose(self, drafts: Any) -> _Draft:
         """Make the draft behind the text."""
-        tokens, scores = drafts.propose(self.text[:, : self.length])
+        with self.state.stats.uncounted():  # the model may draft for itself
+            tokens, scores = drafts.propose(self.text[:, : self.length])
         ends = compat.CRITERIA_SEE_DRAFTS and self._ends_behind(tokens)
         room = self.max_length - self.length - 1
         dropped = max(0, len(tokens) - room)

@@ -31,6 +31,7 @@ from .modules import (
     projection_reason,
     weight_and_bias,
 )
+from .numbers import positive_reason, softcap_reason
 from .parts import NormPart, Part
 from .rank_calls import style_of
 
@@ -99,7 +100,7 @@ class AttentionPart(Part):
 
     @property
     def scaling(self) -> float:
-        return float(getattr(self.module, self.spec.scaling))
+        return self.head_dim**-0.5 if self.spec.scaling is None else float(getattr(self.module, self.spec.scaling))
 
     @property
     def softcap(self) -> float:
@@ -138,7 +139,9 @@ class AttentionPart(Part):
     def reason(self) -> str | None:
         if (reason := self.other_reason()) is not None:
             return reason
-        odd = [path for path in self.spec.refuse if found_at(self.module, path)]
+        # 0 is no switch that is off, but a number to clip or to cap to
+        values = [(path, found_at(self.module, path)) for path in self.spec.refuse]
+        odd = [path for path, value in values if value is not None and value is not False]
         odd += [path for path in self.spec.require if not found_at(self.module, path)]
         if odd:
             return Cause("unsupported_config", f"{odd[0]}={found_at(self.module, odd[0])!r}", self.module)
@@ -146,6 +149,14 @@ class AttentionPart(Part):
             return Cause("unsupported_config", f"sliding_window={self.window}", self.module)
         if not takes_head_dim(self.head_dim):
             return Cause("unsupported_head_dim", f"{self.spec.head_dim}={self.head_dim}", self.module)
+        if getattr(self.module, "sliding_window", self.window) != self.window:
+            what = f"sliding_window={self.module.sliding_window}, of the layer's cache {self.window}"
+            return Cause("unsupported_config", what, self.module)
+        numbers = [positive_reason(self.module, self.spec.scaling)]
+        if caps_scores(self.module.config):
+            numbers.append(softcap_reason(self.module, self.spec.softcap))
+        if (reason := next(filter(None, numbers), None)) is not None:
+            return reason
         if len({norm.eps for norm in self.head_norms}) > 1:
             return Cause("unsupported_config", "norms of queries and keys with different eps", self.module)
         if self.sinks is not None and type(self.sinks) not in PLAIN_TENSORS:

@@ -8,6 +8,7 @@ import torch
 
 from ..cache.encoder_decoder import for_stock
 from .calls import for_patched_models
+from .counted import by_stock
 from .eligibility import step_aside_reason
 from .patched import Patched
 from .stand_in import StandIn
@@ -34,8 +35,8 @@ def search(
     """Do what ``GenerationMixin._beam_search`` does, with its arguments, while a patched model is alive."""
     given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus
     part = state.plans.part_in_call(model, generation_config, is_last=True)
-    if part is None or not takes(part):  # prepare_cache() has counted the call
-        return original(model, *given, **model_kwargs)
+    if part is None or not takes(part):  # prepare_cache() has noted why
+        return by_stock(state, input_ids, lambda: original(model, *given, **for_stock(model_kwargs)))
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if reason is None:
         with state.plans.place() as is_free:
@@ -43,4 +44,4 @@ def search(
                 return StandIn(state, part, behind, given, model_kwargs).run(original)
         reason = "busy"
     state.fall_back(reason)
-    return original(model, *given, **for_stock(model_kwargs))
+    return by_stock(state, input_ids, lambda: original(model, *given, **for_stock(model_kwargs)))

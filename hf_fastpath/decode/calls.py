@@ -44,6 +44,7 @@ def for_patched_models(loop: Callable[..., Any]) -> Callable[..., Any]:
 def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
     """Give all layers of ``cache`` the same length again if the block is broken off."""
     try:
+        cache.stands_for = None
         cache.is_kept = True  # this block settles the cache, so that forwards inside it need not
         yield
     except BaseException:

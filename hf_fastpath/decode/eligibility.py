@@ -61,23 +61,36 @@ def _text_reason(
         return reason
     if synced_gpus:
         return "synced_gpus"
-    if config.compile_config is not None:
-        return "compile_config"
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name):
-            return Cause("attention_outputs", name)
+    if (reason := request_reason(part, config)) is not None:
+        return reason
     if not model_kwargs.get("use_cache"):
         return Cause("no_cache", "use_cache=False")
     if (reason := _arguments_reason(part, input_ids, text)) is not None:
         return reason
-    if not isinstance(cache, FastpathCache):
-        return Cause("other_cache", type(cache).__name__)
+    if not isinstance(cache, FastpathCache):  # of a model with a reason, prepare_cache() has left transformers' own
+        return state.plans.known_reason_of(part) or Cause("other_cache", type(cache).__name__)
     if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
         return Cause("batch_size", f"{batch} sequences, {most} at most")
     reason = model_reason(state, part, input_ids, cache)
     # a cache of states alone does not count for transformers, which reads a whole text again behind them
     past_len = cache.get_seq_length() if cache.key_layers else 0
     return reason or _layout_reason(part, input_ids, text, past_len)
+
+
+def request_reason(part: ModelPart, config: Any) -> str | None:
+    """Return the reason against every call with this generation config, or None. Nothing is recorded for it."""
+    if config.compile_config is not None:
+        return "compile_config"
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            return Cause("attention_outputs", name)
+    size = config.prefill_chunk_size
+    if size is None:
+        return None
+    states_alone = not part.has_encoder and not any(kind.keys for kind in part.kinds)
+    if states_alone or type(size) is not int or size < 1:  # stock code raises, or has rules of its own
+        return Cause("unsupported_input", f"prefill_chunk_size={size!r}")
+    return None
 
 
 def why_no_drafts(
@@ -89,9 +102,10 @@ def why_no_drafts(
     model_kwargs: dict,
 ) -> str | None:
     """Return the reason code for which this call, which verifies drafts, is left to transformers' loop, or None."""
-    if part is not None and part.has_encoder:  # prepare_cache() has made no cache of ours
+    if part is not None and (part.has_encoder or part.is_multimodal):  # prepare_cache() has made no cache of ours
         loop_reason = uncovered_reason(state.loop_reason, state.model, part)
-        return loop_reason or Cause("generation_mode", "drafts for a model with an encoder")
+        kind = "an encoder" if part.has_encoder else "a part for images or sound"
+        return loop_reason or Cause("generation_mode", f"drafts for a model with {kind}")
     reason, _ = step_aside_reason(state, part, input_ids, config, synced_gpus, model_kwargs)
     if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
         return Cause("generation_mode", "drafts behind a prompt of more than tokens")

@@ -11,6 +11,7 @@ from .. import architecture as arch
 from ..reasons import Cause
 from .attention_part import AttentionPart
 from .modules import child, device_of, dropout_reason, is_on, number
+from .numbers import number_reason
 from .parts import FeedForwardPart, MoEPart, NormPart, Part, feed_forward_part
 
 
@@ -103,7 +104,7 @@ class LayerPart(Part):
             return Cause("unsupported_config", f"{odd[0]}={getattr(self.module, odd[0])!r}", self.module)
         if self.module.training and getattr(self.module, "gradient_checkpointing", False):
             return Cause("checkpointing", "gradient_checkpointing=True", self.module)
-        reasons = [self._code_reason()]
+        reasons = [self._code_reason(), number_reason(self.module, self.spec.residual_multiplier)]
         reasons += [dropout_reason(self.module, name) for name in spec.dropouts]
         reasons += [part.reason() for part in self.parts()]
         return next((reason for reason in reasons if reason), None)

@@ -29,6 +29,7 @@ from .calls import (
     runs_users_code,
     settling,
 )
+from .counted import by_stock
 from .eligibility import step_aside_reason
 from .encoded import Encoded
 from .graph import random_numbers_in_turn
@@ -77,11 +78,7 @@ def sample(
                     return loop.generate(part, model_kwargs, behind)
         reason = "busy"
     state.fall_back(reason)
-    before, started = input_ids.shape[1], time.perf_counter()
-    result = original(model, *given, **for_stock(model_kwargs))
-    sequences = result if isinstance(result, torch.Tensor) else result.sequences
-    state.stats.generated(sequences.numel() - before * sequences.shape[0], started, stock=True)
-    return result
+    return by_stock(state, input_ids, lambda: original(model, *given, **for_stock(model_kwargs)))
 
 
 @dataclass

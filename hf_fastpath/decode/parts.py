@@ -32,6 +32,7 @@ from .modules import (
     projection_reason,
     weight_and_bias,
 )
+from .numbers import number_reason
 from .rank_calls import shard_of
 
 
@@ -104,7 +105,11 @@ class NormPart(Part):
             return Cause("unsupported_config", f"weight of shape {tuple(odd.shape)}", self.module)
         if (odd := next((p for p in present if p.dtype not in FLOAT_DTYPES), None)) is not None:
             return Cause("dtype", f"weight is {odd.dtype}", self.module)
-        return self._code_reason()
+        return self.eps_reason() or self._code_reason()
+
+    def eps_reason(self) -> str | None:
+        """Return why the kernels cannot add epsilon, or None."""
+        return number_reason(self.module, self.architecture.norm.eps)
 
 
 class MLPPart(Part):
@@ -230,6 +235,14 @@ class MoEPart(Part):
             return []
         return [*weight_and_bias(self.router), *self.stacks(), *self.stack_biases()]
 
+    def _constants_reason(self) -> str | None:
+        """Return why a step cannot hold the numbers of router and experts, or None."""
+        paths = () if self.spec.clamped is None else self.spec.clamped[1:]
+        reasons = [number_reason(self.experts, path) for path in paths]
+        if type(self.top_k) is not int or self.top_k < 1:
+            reasons.append(Cause("unsupported_config", f"{self.spec.top_k}={self.top_k!r}", self.router))
+        return next(filter(None, reasons), None)
+
     def _is_gate_known(self) -> bool:
         """Whether the experts' method that applies the gate, if there is one, is the family's own."""
         if self.spec.clamped is None:
@@ -260,6 +273,8 @@ class MoEPart(Part):
             return odd_module(self.module, f"a weight is {class_name(odd)}")
         if (odd := next((p for p in present if p.dtype not in FLOAT_DTYPES), None)) is not None:
             return Cause("dtype", f"a weight is {odd.dtype}", self.module)
+        if (reason := self._constants_reason()) is not None:
+            return reason
         if self.top_k > MAX_TOP_K or len(router.weight) > MAX_EXPERTS:
             what = f"{self.top_k} of {len(router.weight)} experts, at most {MAX_TOP_K} of {MAX_EXPERTS} are covered"
             return Cause("unsupported_config", what, self.module)

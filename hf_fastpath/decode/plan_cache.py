@@ -60,6 +60,7 @@ class PlanCache:
     def __init__(self) -> None:
         self.family: Family | None = None
         self.snapshot: Snapshot | None = None
+        self._looked_at: Snapshot | None = None  # of a recorded model that nobody has asked for a reason
         self._waiting: list[DecodePlan] = []
         self._kept: list[Snapshot] = []  # of recorded models, the last used one first
         self._misses = 0  # recordings that were made one after the other, with no call in between that one served
@@ -81,7 +82,7 @@ class PlanCache:
         """Forget all plans and programs."""
         self._waiting.clear()
         self._kept.clear()
-        self.snapshot = self._call = None
+        self.snapshot = self._looked_at = self._call = None
         self._misses = 0
 
     @contextmanager
@@ -151,17 +152,22 @@ class PlanCache:
 
     def part_of(self, model: nn.Module) -> structure.ModelPart | None:
         """Return ``model`` in its roles as it is now, or None if it is of no family."""
-        snapshot = self.snapshot
-        if snapshot is not None and snapshot.part.source is model and snapshot.holds():
-            self._misses = 0
-            snapshot.part.look_again()
-            return snapshot.part
-        self.snapshot = None
+        last = self.snapshot
+        for snapshot in (last, self._looked_at):
+            if snapshot is not None and snapshot.part.source is model and snapshot.holds():
+                self._misses = 0 if snapshot is last else self._misses
+                snapshot.part.look_again()
+                return snapshot.part
+        self.snapshot = self._looked_at = None
         if self.family is None:
             return None
         made = self.family.model_part(model)
-        found = self._kept_like(made, snapshot)
+        found = self._kept_like(made, last)
         if found is None:
+            if (
+                made is not None and made.is_recorded
+            ):  # else calls that nobody asks for a reason record it anew each time
+                self._looked_at = Snapshot(made)
             return made
         self._misses, self.snapshot = 0, found
         found.part.look_again()
@@ -210,7 +216,9 @@ class PlanCache:
             return self._changing(part)
         reason = part.reason()
         if reason is None or (part.is_recorded and not part.is_passing):
-            made = Snapshot(part, reason)
+            looked = self._looked_at
+            made = looked if looked is not None and looked.part is part else Snapshot(part)
+            made.reason = reason
             with self.lock:
                 if part.is_recorded:  # of weights that are gone nothing is kept
                     kept = [each for each in self._kept if each.part.source is part.source]
@@ -224,6 +232,14 @@ class PlanCache:
         """Return a reason for a model whose Python values are others in every call."""
         found = self._kept[0].what_differs(walk_of(part)) if self._kept else []
         return Cause("changing_values", ", ".join(found[:3]), part.source)
+
+    def known_reason_of(self, part: structure.ModelPart) -> str | None:
+        """Do as :meth:`reason_of`, but of a recorded model return only what has been found before: nothing is recorded
+        for a call that stock code makes in any case."""
+        if not part.is_recorded:
+            return self.reason_of(part)
+        snapshot = self._snapshot_with(part)
+        return None if snapshot is None else snapshot.reason
 
     def _snapshot_with(self, part: structure.ModelPart) -> Snapshot | None:
         snapshot = self.snapshot  # another thread may replace it at any time

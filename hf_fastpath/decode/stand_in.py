@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-
 from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from .calls import Watch, next_positions_of, runs_users_code, settling
@@ -45,6 +43,8 @@ class StandIn:
         self._watch = Watch(state, part) if watched else None
         self._begun = 0.0
         self._held: int | None = None  # positions of the prompt, once it was read
+        self._steps = 0  # forwards behind that of the prompt
+        self._left_at: int | None = None  # length of the text when stock code took over from the plans
 
     def run(self, original: Any) -> Any:
         """Return what ``original``, a loop of transformers', gives."""
@@ -59,9 +59,12 @@ class StandIn:
             if isinstance(whole, FastpathEncoderDecoderCache):
                 whole.is_alike_in_beams = False
             self._end()
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        tokens = sequences.numel() - self._prompt_len * len(sequences)
-        self._state.stats.generated(tokens, self._begun or started)
+        sequences = compat.sequences_of(result)
+        new_tokens = sequences.numel() - self._prompt_len * len(sequences)
+        left_at = sequences.shape[1] if self._left_at is None else self._left_at
+        by_stock = max(0, sequences.shape[1] - left_at) * len(sequences)
+        self._state.stats.generated(by_stock, started, stock=True, timed=0)
+        self._state.stats.generated(new_tokens - by_stock, self._begun or started)
         return result
 
     def _end(self) -> None:
@@ -76,11 +79,14 @@ class StandIn:
         """Do as the model's forward for the arguments of ``prepare_inputs_for_generation``."""
         tokens, whole = inputs[compat.text_name(self._model, "input_ids")], inputs[compat.CACHE]
         cache = compat.text_cache(whole)
+        self._steps += 1
         if self._watch is not None and self._watch.has_changed(tokens.device):
             self._end()
             self._watch.look_again(tokens, cache)
             self._part = self._watch.part
         if self._part is None:
+            if self._left_at is None:
+                self._left_at = self._prompt_len + self._steps
             return self._model(**inputs)
         if self._plan is None:
             self._plan = self._state.plans.decode_plan(self._part, self._batch, cache)

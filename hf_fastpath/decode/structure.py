@@ -34,6 +34,7 @@ from .modules import (
     projection_reason,
     weight_and_bias,
 )
+from .numbers import reason_of_model
 from .parts import MoEPart, NormPart, Part
 from .ranks import Ranks
 
@@ -297,6 +298,7 @@ class ModelPart(Part):
                 return self._code_reason(module) or odd_module(module, f"weight is {class_name(module.weight)}")
         reasons = [self._code_reason(module) for module in (*self._embeddings(), self.decoder)]
         reasons.append(self.outer_reason())
+        reasons.append(reason_of_model(self))
         reasons += [projection_reason(self.head, self.architecture), self.final_norm.reason()]
         reasons.append(dropout_reason(self.decoder, self.architecture.embedding_dropout))
         if self.rotary is not None:
@@ -336,6 +338,8 @@ class ModelPart(Part):
     def _is_known_embedding(self, module: nn.Module) -> bool:
         spec = self.architecture
         of_its_own = spec.embedding_scale if module is self.embedding else spec.position_offset
+        if getattr(module, "max_norm", None) is not None:  # it changes the weights of the tokens that it is asked for
+            return False
         if of_its_own is None:
             return type(module) is nn.Embedding
         return isinstance(module, nn.Embedding) and type(module).__module__ == spec.module

@@ -72,11 +72,9 @@ def _bind_forward(state: PatchState, binding: Binding) -> None:
 
 def _bind_generate(state: PatchState, plan: PatchPlan) -> None:
     bind_copying(state.ledger, plan.model)
+    install_loops(state, LOOPS)  # a class with a loop of its own passes through them to be counted
     if plan.generates:
         state.ledger.bind(plan.model, compat.PREPARE_CACHE, prepare_cache)
-        install_loops(state, LOOPS)
-    else:
-        uninstall_loops(state)
 
 
 def quantize(plan: PatchPlan, state: PatchState, quiet: bool) -> None:

@@ -46,5 +46,4 @@ def _copy_into(made: PatchState, state: PatchState, memo: dict) -> None:
     made.ledger, made.lost = copy.deepcopy(state.ledger, memo), state.lost
     if state.decided is not None:
         made.decide(copy.deepcopy(state.decided, memo))
-    if made.generates:
         install_loops(made, LOOPS)

@@ -46,7 +46,7 @@ def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     patch: ModulePatch | None = vars(self).get(KEY)
     if patch is None:
         return stock(self, None, hidden_states)
-    reason = patch.reason_now(hidden_states) or patch.parameters_reason(hidden_states)
+    reason = patch.reason_now(hidden_states) or patch.parameters_reason(hidden_states) or patch.part.eps_reason()
     if reason is not None:
         return stock(self, reason, hidden_states)
     return steps.norm(steps.run, patch.part, hidden_states)

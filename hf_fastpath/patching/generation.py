@@ -10,10 +10,12 @@ from torch import nn
 from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..cache.fastpath_cache import FastpathCache
-from ..decode import assisted, beams, loop
-from ..decode.eligibility import unknown_argument
+from ..decode import assisted, beams, counted, loop
+from ..decode.eligibility import request_reason, uncovered_reason, unknown_argument
 from ..decode.patched import STATE_KEY
 from ..reasons import Cause
+from .module_patch import KEY
+from .plan import PatchPlan
 from .state import PatchState
 
 #: methods of transformers that our loops replace
@@ -21,6 +23,8 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "_sample": loop.sample,
     "_assisted_decoding": assisted.decode,
     "_beam_search": beams.search,
+    "generate": counted.generate,
+    "generate_batch": counted.generate_batch,
 }
 
 
@@ -33,7 +37,6 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
         return result
     state.stats.new_call()
     part = state.plans.part_in_call(self, generation_config) if state.loop_reason is None else None
-    has_encoder = part is not None and part.has_encoder
     by_plans = compat.is_sample_mode(generation_mode) or (compat.is_beam_mode(generation_mode) and beams.takes(part))
     if not (by_plans or (compat.is_assisted_mode(generation_mode) and state.generates)):
         state.fall_back(
@@ -42,12 +45,12 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     whole = model_kwargs.get(compat.CACHE)
     made = compat.text_cache(whole)
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
-    ours = takes_our_cache(self, state) and (by_plans or not has_encoder)
-    if part is not None and part.is_recorded:  # nothing but our loop uses the cache
-        ours = ours and unknown_argument(part, model_kwargs) is None
-    if plain and ours and not users_own:
-        is_text_alone = made is whole
+    if part is not None and not by_plans:
+        plain = plain and compat.is_assisted_mode(generation_mode) and not (part.has_encoder or part.is_multimodal)
+    if plain and not users_own and _takes_our_cache(self, state, part, generation_config, model_kwargs):
+        is_text_alone, stocks = made is whole, made
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
+        made.stands_for = stocks
         made.is_dropped = not generation_config.return_dict_in_generate
         if part is not None:
             del made.layers[len(part.kinds) :]  # a config may tell of more layers than its decoder has
@@ -66,10 +69,38 @@ def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, g
     return result
 
 
-def takes_our_cache(model: nn.Module, state: PatchState) -> bool:
-    """Whether a FastpathCache serves this model: our loop uses it, or every layer's attention does."""
-    plan = state.decided
-    if plan.loop_reason is None:
-        return compat.overridden_method(model, plan.family.module) is None
+def _takes_our_cache(model: nn.Module, state: PatchState, part: Any, config: Any, model_kwargs: dict) -> bool:
+    """Whether a FastpathCache serves a call.
+
+    What the call asks for is looked at first, so that a model is not recorded for a call of stock code.
+    """
+    if state.loop_reason is None and part is not None:
+        if request_reason(part, config) is not None:
+            return False
+        if part.is_recorded and unknown_argument(part, model_kwargs) is not None:  # nothing but our loop uses the cache
+            return False
+    return is_served(model, state, part)
+
+
+def is_served(model: nn.Module, state: PatchState, part: Any) -> bool:
+    """Whether a FastpathCache serves a model as it is: our loop uses it, or every layer's attention does."""
+    if state.loop_reason is not None:
+        return _has_layers_of_ours(model, state.decided)
+    reason = None if part is None else uncovered_reason(state.loop_reason, model, part)
+    return part is not None and reason is None and state.plans.reason_of(part) is None
+
+
+def _has_layers_of_ours(model: nn.Module, plan: PatchPlan) -> bool:
+    """Whether each layer that the config tells of has an attention of ours, at its own place in the cache."""
     windows = compat.layer_windows(model.config)
-    return windows is not None and len(windows) in (plan.patched.get("attention"), plan.patched.get("layer"))
+    if windows is None:
+        return False
+    decoders = [binding.part for binding in plan.bindings if binding.kind == "decoder"]
+    if len(decoders) != 1:
+        return False
+    architecture = decoders[0].architecture
+    layers = getattr(decoders[0].module, architecture.layers)
+    attentions = [getattr(layer, architecture.layer.attention, None) for layer in layers]
+    places = [getattr(each, "layer_idx", place) for place, each in enumerate(attentions)]
+    is_ours = all(KEY in vars(layer) or KEY in vars(each) for layer, each in zip(layers, attentions))
+    return is_ours and places == list(range(len(windows)))

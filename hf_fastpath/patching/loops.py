@@ -15,6 +15,8 @@ Loop = Callable[..., Any]
 _users: weakref.WeakSet = weakref.WeakSet()
 #: method of GenerationMixin -> our wrapper around it
 _wrappers: dict[str, Callable[..., Any]] = {}
+#: methods that GenerationMixin has of a base class
+_inherited: set[str] = set()
 #: guards the users and the wrappers; models may be patched in several threads
 _lock = threading.RLock()
 
@@ -45,6 +47,8 @@ def install_loops(user: Any, loops: dict[str, Loop]) -> None:
             while layer is not None and layer is not _wrappers.get(name):
                 layer = getattr(layer, "__wrapped__", None)
             if layer is None:
+                if name not in vars(GenerationMixin):
+                    _inherited.add(name)
                 _wrappers[name] = _wrapped(getattr(GenerationMixin, name), loop)
                 setattr(GenerationMixin, name, _wrappers[name])
 
@@ -69,5 +73,8 @@ def _remove_if_unused() -> None:
             return
         for name, wrapper in list(_wrappers.items()):
             if getattr(GenerationMixin, name) is wrapper:
-                setattr(GenerationMixin, name, wrapper.__wrapped__)
+                if name in _inherited:
+                    delattr(GenerationMixin, name)
+                else:
+                    setattr(GenerationMixin, name, wrapper.__wrapped__)
                 del _wrappers[name]

@@ -10,7 +10,7 @@ import torch
 
 from ..cache.fastpath_cache import FastpathCache
 from ..cache.layer import FastpathLayer
-from ..compat import cache_of, is_continuous_batch, outputs_are_captured
+from ..compat import cache_of, is_continuous_batch, is_flash_attention, outputs_are_captured
 from ..decode.attend import has_tensor_cores, plain_mask
 from ..decode.attention_part import AttentionPart
 from ..decode.layer_part import LayerPart
@@ -124,7 +124,11 @@ def _with_tensors_that_fit(call: Call) -> Finding:
 
 
 def _over_our_cache(call: Call) -> Finding:
-    return None if isinstance(call.cache, FastpathCache) else Cause("other_cache", type(call.cache).__name__)
+    if isinstance(call.cache, FastpathCache):
+        return None
+    if call.patch.state.stats.is_left_to_stock:  # there is a reason already, for which stock code got its own cache
+        return call.patch.part.reason() or BY_DESIGN
+    return Cause("other_cache", type(call.cache).__name__)
 
 
 def _of_what_kernels_compute(call: Call) -> Finding:
@@ -148,7 +152,10 @@ def _of_few_sequences(call: Call) -> Finding:
 def _with_a_plain_mask(call: Call) -> Finding:
     mask, query_len = call.named.get("attention_mask"), call.query_len
     if mask is None:
-        return None
+        # flash attention alone takes no mask for "causal, behind what the cache holds"; other attention begins anew, as
+        # it does in a layer that comes twice in a forward
+        is_plain = query_len == 1 or is_flash_attention(call.part.module)
+        return None if is_plain else BY_DESIGN
     seen = None
     if query_len > 1:
         seen = plain_mask(mask, call.layer.cumulative_length, query_len, call.layer.sliding_window)

@@ -215,7 +215,7 @@ class Recorder:
             out = query.new_empty(batch, query_len, heads, value.shape[-1])
         arguments = dict(
             q=query, states=states, layer=layer,
-            scale=float(head_dim**-0.5 if scaling is None else scaling), window=window,
+            scale=self.skeleton.scale(scaling, head_dim), window=window,
             softcap=self.skeleton.cap(softcap), sinks=s_aux,
         )  # fmt: skip
         arguments |= {name: each for name, each in (("bias", bias), ("encoded", encoded)) if each is not None}
@@ -276,7 +276,7 @@ class Recorder:
         turned = query.transpose(1, 2)
         with self.quiet():
             out = query.new_empty(*turned.shape[:3], value.shape[-1])
-        scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        scale = self.skeleton.scale(scaling, query.shape[-1])
         arguments = dict(q=turned, k=key, v=value, layer=layer, scale=scale, softcap=self.skeleton.cap(softcap))
         self.emit(marks.attend_encoded, arguments, out)
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -95,8 +96,28 @@ class Skeleton:
         return torch.empty(batch, length, compat.encoder_width(self.model), dtype=dtype, device=self.device)
 
     def cap(self, softcap: float | None) -> float:
-        """Return the soft-cap of scores that the model's attention applies of the one that it is given; 0 for none."""
-        return float(softcap or 0.0) if compat.caps_scores(self.model.config.get_text_config()) else 0.0
+        """Return the soft-cap of scores that the model's attention applies of the one that it is given; 0 for none.
+
+        Raises:
+            Unrecordable: the cap is no positive number; with 0, for which the kernels do not cap, a model caps to 0.
+        """
+        if softcap is None or not compat.caps_scores(self.model.config.get_text_config()):
+            return 0.0
+        if type(softcap) not in (int, float) or not 0 < softcap < math.inf:
+            raise Unrecordable(f"a soft cap of {softcap!r} on the scores of attention")
+        return float(softcap)
+
+    def scale(self, scaling: float | None, head_dim: int) -> float:
+        """Return the factor on scores that the model's attention applies, of the one that it is given.
+
+        Raises:
+            Unrecordable: the factor is no positive number; PyTorch's attention multiplies its mask by it.
+        """
+        if scaling is None:
+            return head_dim**-0.5
+        if type(scaling) not in (int, float) or not 0 < scaling < math.inf:
+            raise Unrecordable(f"a factor of {scaling!r} on the scores of attention")
+        return float(scaling)
 
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor | None, cache: Any, others: dict[str, Any]

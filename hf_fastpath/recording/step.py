@@ -137,6 +137,9 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     cache.keep(_read_layers(noting.calls, cache.kinds))
     if tuple(logits.shape[:2]) != (batch * math.prod(skeleton.token_shape), query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
+    appended = Counter(call.arguments["layer"] for call in noting.calls if call.op is marks.append)
+    if (layer := next((layer for layer, count in appended.items() if count > 1), None)) is not None:
+        raise Unrecordable(f"layer {layer} of the cache, to which several layers of the model append")
     for call in noting.calls:
         for name, value in call.arguments.items():
             if name == "norm" and isinstance(value, (tuple, list)):

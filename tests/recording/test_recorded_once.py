@@ -1,0 +1,139 @@
+"""A model that has changed is recorded once more, and only for a call that our loops take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import causal_lm_types
+import encoder_decoder_types
+import multimodal_types
+import pytest
+import torch
+from models import CPU, prompt, require_native
+from transformers import PreTrainedModel
+
+import hf_fastpath
+from hf_fastpath.patching.state import state_of
+from hf_fastpath.recording import step
+
+TYPES = ("bart", "t5", "whisper", "dia", "glm4", "mamba", "llava")
+_OUTPUTS = dict(return_dict_in_generate=True)
+#: calls that stock code makes, whatever the model
+STOCKS = {
+    "beams with states": dict(num_beams=2, output_hidden_states=True) | _OUTPUTS,
+    "states": dict(output_hidden_states=True) | _OUTPUTS,
+    "attentions": dict(output_attentions=True) | _OUTPUTS,
+    "no cache": dict(use_cache=False),
+    "static cache": dict(cache_implementation="static", disable_compile=True),
+}
+#: and those of some models
+OF_SOME = {
+    "drafts": (dict(prompt_lookup_num_tokens=2), ("bart", "t5", "whisper", "llava")),
+    "chunks": (dict(prefill_chunk_size=3), ("mamba",)),
+}
+OURS = {"greedy": {}, "beams": dict(num_beams=2), "several": dict(num_return_sequences=2, do_sample=True)}
+
+
+@pytest.fixture
+def recordings(monkeypatch) -> list:
+    """The recordings that are made, as they are made."""
+    made, record = [], step._record
+
+    def noted(*arguments: Any) -> Any:
+        made.append(arguments)
+        return record(*arguments)
+
+    monkeypatch.setattr(step, "_record", noted)
+    return made
+
+
+def changed(model_type: str) -> PreTrainedModel:
+    """Return a patched model whose config has changed since, so that what was recorded counts no more."""
+    require_native(CPU)
+    kinds = {"glm4": causal_lm_types, "mamba": causal_lm_types, "llava": multimodal_types}
+    model = hf_fastpath.patch(kinds.get(model_type, encoder_decoder_types).small_model(model_type), quiet=True)
+    model.generation_config.eos_token_id = None
+    model.config.note = "changed"
+    return model
+
+
+def call(model: PreTrainedModel, **options: Any) -> None:
+    kind, config = model.config.model_type, model.config
+    if kind == "whisper":
+        given = {"input_features": torch.randn(1, config.num_mel_bins, 2 * config.max_source_positions)}
+    elif kind == "llava":
+        given = multimodal_types.prompt("llava", (1,))
+    else:
+        given = {"input_ids": prompt(CPU, 1, 9) % 150 + 3}
+    refused = kind == "dia" and ("num_beams" in options or "num_return_sequences" in options)
+    refused |= kind == "mamba" and ("output_attentions" in options or "prefill_chunk_size" in options)
+    if refused:
+        with pytest.raises((ValueError, AttributeError)):
+            model.generate(**given, max_new_tokens=4, **options)
+    else:
+        model.generate(**given, max_new_tokens=4, **options)
+
+
+@pytest.mark.parametrize("options", STOCKS.values(), ids=STOCKS)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_never_for_stock_code(model_type, options, recordings):
+    model = changed(model_type)
+    recordings.clear()
+    for _ in range(2):
+        call(model, **options)
+    assert not recordings and not state_of(model).stats.fast_tokens  # report() would look at the model
+
+
+@pytest.mark.parametrize(
+    ("options", "model_type"), [(options, each) for options, types in OF_SOME.values() for each in types]
+)
+def test_never_for_what_some_models_leave_to_stock_code(model_type, options, recordings):
+    model = changed(model_type)
+    recordings.clear()
+    for _ in range(2):
+        call(model, **options)
+    assert not recordings and not state_of(model).stats.fast_tokens  # report() would look at the model
+
+
+@pytest.mark.parametrize("options", OURS.values(), ids=OURS)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_once_for_our_loops(model_type, options, recordings):
+    model = changed(model_type)
+    call(model, **options)
+    recordings.clear()
+    call(model, **options)
+    call(model, **STOCKS["states"])
+    call(model, **options)
+    assert not recordings
+    assert state_of(model).stats.fast_tokens or (model_type == "dia" and options)
+
+
+@pytest.mark.parametrize("model_type", ("bart", "glm4"))
+def test_once_for_a_model_that_cannot_be_recorded(model_type, recordings):
+    model = changed(model_type)
+    decoder = model.get_decoder()
+    decoder.layers[1] = decoder.layers[0]
+    call(model)
+    assert recordings
+    recordings.clear()
+    call(model)
+    call(model, num_beams=2)
+    assert not recordings and set(state_of(model).stats.reasons) == {"not_recorded"}
+
+
+def test_times_of_words(recordings):
+    """Whisper's own loop around ours calls it for every stretch of sound."""
+    model = changed("whisper")
+    config = model.generation_config
+    known = dict(eos_token_id=99, pad_token_id=99, decoder_start_token_id=90, prev_sot_token_id=91)
+    known |= dict(no_timestamps_token_id=100, is_multilingual=False, max_length=20, return_timestamps=False)
+    known |= dict(max_initial_timestamp_index=20, alignment_heads=[[0, 0], [1, 1]])
+    for name, value in known.items():
+        setattr(config, name, value)
+    model.config.eos_token_id = model.config.pad_token_id = 99
+    sound = torch.randn(1, model.config.num_mel_bins, 5 * model.config.max_source_positions)
+    mask = torch.ones(1, sound.shape[-1], dtype=torch.long)
+    recordings.clear()
+    model.generate(sound, attention_mask=mask, return_timestamps=True, return_token_timestamps=True)
+    stats = state_of(model).stats
+    assert not recordings and stats.fallback_tokens and set(stats.reasons) == {"attention_outputs"}
