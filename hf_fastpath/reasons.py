@@ -53,8 +53,10 @@ REASONS: dict[str, Reason] = {
         "set the value that is named to one of a few, or make it a tensor that is edited in place",
     ),
     "not_proven": Reason(
-        "the step that was recorded from the model's own forward gives other logits than the model on its first tokens",
-        "report it, with the model's name: a recorded step should give them",
+        "the step that was recorded from the model's own forward, as the model was then, gave other logits than the model "
+        "on its first tokens",
+        "nothing to set: another step is recorded and tried once a Python value that the forward reads is another one "
+        "(an adapter, a mode, a setting); if none should matter, report it with the model's name",
     ),
     "unsupported_projection": Reason(
         "a projection or a table of embeddings is not exactly torch's or transformers' own, experts are not of their "
