@@ -53,8 +53,8 @@ REASONS: dict[str, Reason] = {
         "set the value that is named to one of a few, or make it a tensor that is edited in place",
     ),
     "not_proven": Reason(
-        "the step that was recorded from the model's own forward, as the model was then, gave other logits than the model "
-        "on its first tokens",
+        "the step that was recorded from the model's own forward, as the model was then, gave other logits than the "
+        "model on its first tokens",
         "nothing to set: another step is recorded and tried once a Python value that the forward reads is another one "
         "(an adapter, a mode, a setting); if none should matter, report it with the model's name",
     ),

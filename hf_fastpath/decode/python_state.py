@@ -12,9 +12,9 @@ import functools
 import logging
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,12 @@ _PACKAGES = frozenset(
 _MANY = 256
 #: plain tensors of more bytes are known by their identity
 _MOST_NUMBERS = 1 << 16
+#: values inside of so many others are known by their identity
+_DEEPEST = 100
 #: attributes of every module of which all but one are bookkeeping
-_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 #: classes of PyTorch's whose forwards read no attribute but tensors and children -> attributes that say their sizes
-_SIZES_ALONE: dict[type, frozenset[str]] = {
+SIZES_ALONE: dict[type, frozenset[str]] = {
     nn.Linear: frozenset({"in_features", "out_features", "training"}),
     **dict.fromkeys((nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential), frozenset({"training"})),
     **dict.fromkeys((nn.ParameterList, nn.ParameterDict), frozenset({"training", "_size", "_keys"})),
@@ -56,17 +58,11 @@ _OF_CLASSES = frozenset(
 )
 #: where transformers has classes of single models; other classes of it are known by what their namespaces hold
 _MODELS = "transformers.models."
-#: classes of PyTorch's that only hold others
-_NEVER_CALLED = frozenset({nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict})
-#: what modules hold of each other and of tensors, and their hooks
-_HELD, _HOOKS = ("_parameters", "_buffers", "_modules"), ("_forward_hooks", "_forward_pre_hooks")
-#: attributes that change and do not matter
-_NOTES = compat.FORWARD_NOTES | {compat.GENERATION_DEFAULTS}
-_OF_FUNCTIONS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+OF_FUNCTIONS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 def _is_left_out(name: str) -> bool:
-    return name in _BOOKKEEPING or name.startswith("_hf_fastpath") or name == compat.GENERATION_DEFAULTS
+    return name in BOOKKEEPING or name.startswith("_hf_fastpath") or name == compat.GENERATION_DEFAULTS
 
 
 class Walk:
@@ -87,7 +83,7 @@ class Walk:
         self.modules: list[nn.Module] = []
         self.tensors: dict[int, torch.Tensor] = {}
         self.namespaces: list[Mapping[str, Any]] = []
-        self.getters: list[tuple[Callable[[Any], tuple], Any, nn.Module | None]] = []
+        self.named: list[tuple[list[str], Mapping[str, Any], nn.Module | None]] = []
         self.dicts: list[dict] = []
         self.rows: list[Any] = []
         self.cells: list[Any] = []
@@ -98,6 +94,7 @@ class Walk:
         self._are_brought, self._host_numbers = are_brought, host_numbers
         self._places: dict[int, Any] = {}  # id of what was met -> where, and what number it has there
         self._counts: Counter[str] = Counter()
+        self._depth = 0
         self._of_modules: set[int] = set()  # ids of parameters and buffers
         self._kept: list[Any] = []  # an id is certain only while its object lives
         self._waiting: list[tuple[str, nn.Module]] = []
@@ -156,7 +153,7 @@ class Walk:
 
     def _get(self, space: Mapping[str, Any], names: list[str], module: nn.Module | None = None) -> None:
         if names:
-            self.getters.append((itemgetter(*names, names[0]), space, module))  # of one name it would be no tuple
+            self.named.append((names, space, module))
 
     # ---- modules ------------------------------------------------------------------------------------------------
 
@@ -179,7 +176,7 @@ class Walk:
         children = [(name, id(child)) for name, child in space["_modules"].items()]
         hooks = [self.frozen(hook) for hook in compat.hooks_with_effect(space)]
         self.values[path] = type(module), tensors, children, hooks
-        sizes = _SIZES_ALONE.get(type(module), ())
+        sizes = SIZES_ALONE.get(type(module), ())
         names = [name for name in space if not _is_left_out(name) and name not in sizes]
         for name in names:
             if name not in compat.FORWARD_NOTES and not compat.is_ours(getattr(space[name], "__func__", None)):
@@ -216,7 +213,15 @@ class Walk:
         self._places[id(value)] = where, self._counts[where]
         self._counts[where] += 1
         self._kept.append(value)
-        return cls, self._contents(value, where)
+        if self._depth == _DEEPEST:
+            return "is", id(value)
+        self._depth += 1
+        try:
+            return cls, self._contents(value, where)
+        except Exception:  # of a property, or of ``__iter__``: anybody's class may raise
+            return "is", id(value)
+        finally:
+            self._depth -= 1
 
     def _contents(self, value: Any, where: str) -> Any:
         if isinstance(value, types.MappingProxyType):
@@ -267,12 +272,12 @@ class Walk:
 
     def _frozen_function(self, function: types.FunctionType, where: str) -> Any:
         self.functions.append(function)
-        code, defaults, named = _OF_FUNCTIONS(function)
+        code, defaults, named = OF_FUNCTIONS(function)
         inside = []
         for cell in function.__closure__ or ():
-            self.cells.append(cell)
             try:
                 inside.append(self.frozen(cell.cell_contents, where))
+                self.cells.append(cell)
             except ValueError:  # nothing is in it yet
                 inside.append(None)
         self._kept.append(code)
@@ -309,125 +314,6 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a value is a tensor of which ``==`` may come to a result without an error, or does more than compare."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return value.numel() <= 1 or type(value) not in (torch.Tensor, nn.Parameter)
-
-
-def _more_than_sizes(module: nn.Module) -> bool:
-    """Whether a module has attributes that its forward may read."""
-    sizes = _SIZES_ALONE.get(type(module))
-    return sizes is None or not vars(module).keys() <= sizes | _BOOKKEEPING
-
-
-def _is_by_name(space: dict[str, Any]) -> bool:
-    """Whether attributes of a module are looked at one by one: others change, or are tensors of one element."""
-    return not _NOTES.isdisjoint(space) or any(map(_is_number, space.values()))
-
-
-def _values(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container
-
-
-def _copied(container: Any) -> Any:
-    """Return a shallow copy that ``==`` compares with the container."""
-    for kind in (dict, list, set):
-        if isinstance(container, kind):
-            return kind(container)
-    return container.copy()
-
-
 def _is_plain(container: Any) -> bool:
     values = chain(container, container.values()) if isinstance(container, dict) else container
     return all(type(each) in _PLAIN or type(each) is float for each in values)
-
-
-class Watch:
-    """Whether what a walk has met is as it was: True is certain, False is not.
-
-    Values are compared by ``==``, which looks at identities first and takes a tenth of the time that Python code would
-    take. Of tensors that are not identical ``==`` raises an error, which is a change; where a tensor is or has one
-    element, identities are compared.
-
-    Args:
-        walk: just made.
-        facts: gives further values, which are compared.
-        restless: ids of modules with attributes that change and do not matter.
-    """
-
-    def __init__(self, walk: Walk, facts: Callable[[], Any] = lambda: None, restless: Iterable[int] = ()):
-        self._walk, self._more_facts = walk, facts
-        spaces = list(map(vars, walk.modules))
-        by_name = {*restless, *(id(each) for each, space in zip(walk.modules, spaces) if _is_by_name(space))}
-        called = [place for place, each in enumerate(walk.modules) if type(each) not in _NEVER_CALLED]
-        self._called = [walk.modules[place] for place in called]
-        self._types = list(map(type, self._called))
-        whole = [place for place in called if _more_than_sizes(walk.modules[place])]
-        whole = [place for place in whole if id(walk.modules[place]) not in by_name]
-        sized = [spaces[place] for place in sorted({*called}.difference(whole))]
-        held = [space[name] for space in spaces for name in _HELD]
-        held += [spaces[place][name] for place in called for name in _HOOKS]
-        containers = [*held, *walk.dicts, *walk.rows]
-        self._empty = [each for each in containers if not each]
-        self._full = [*filter(None, containers), *(spaces[place] for place in whole)]
-        self._before = list(map(_copied, self._full))
-        self._ordered = [each for each in (*(space["_modules"] for space in spaces), *walk.dicts) if len(each) > 1]
-        self._keys = list(chain.from_iterable(self._ordered))
-        self._exact = [each for each in containers if any(map(_is_number, _values(each)))]
-        self._sized = [*sized, *walk.namespaces]
-        self._sizes = list(map(len, self._sized))
-        named = (each for each in walk.getters if each[2] is None or id(each[2]) in by_name)
-        self._getters = [(getter, space) for getter, space, _ in named]
-        self._tensors = list(walk.tensors.values())
-        self._is_local = all(map(_is_ordinary, self._tensors))
-        self._elements_before = list(self._elements())
-        self._facts = self._facts_now()
-
-    def restless(self) -> Iterator[int]:
-        """Yield the ids of modules with an attribute that is another object than before."""
-        before = {id(full): each for full, each in zip(self._full, self._before)}
-        for module in self._walk.modules:
-            known, now = before.get(id(vars(module))), vars(module)
-            if known is not None and any(now.get(name) is not each for name, each in known.items()):
-                yield id(module)
-
-    def holds(self) -> bool:
-        """Whether everything is as it was."""
-        if any(self._empty):
-            return False
-        try:
-            return (
-                all(map(is_, self._elements(), self._elements_before))  # first, as ``==`` of a DTensor asks other ranks
-                and self._full == self._before
-                and list(chain.from_iterable(self._ordered)) == self._keys
-                and list(map(len, self._sized)) == self._sizes
-                and list(map(type, self._called)) == self._types
-                and all(now == before for now, before in self._walk.many)
-                and all(read() == before for read, before in self._walk.numbers)
-                and self._facts_now() == self._facts
-            )
-        except Exception:  # something is gone, or was replaced by what cannot be compared
-            return False
-
-    def _elements(self) -> Iterator[Any]:
-        walk = self._walk
-        return chain(
-            chain.from_iterable([getter(space) for getter, space in self._getters]),
-            chain.from_iterable(map(_values, self._exact)),
-            chain.from_iterable([space.values() for space in walk.namespaces]),
-            [cell.cell_contents for cell in walk.cells] if walk.cells else (),
-            chain.from_iterable(map(_OF_FUNCTIONS, walk.functions)),
-            chain.from_iterable([read() for read in walk.readers]),
-        )
-
-    def _facts_now(self) -> tuple:
-        """Return where tensors are and of which type."""
-        tensors = self._tensors if self._is_local else list(map(compat.local_tensor, self._tensors))
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
-        return addresses, list(map(torch.Tensor.stride, tensors)), [each.dtype for each in tensors], self._more_facts()
-
-
-def _is_ordinary(tensor: torch.Tensor) -> bool:
-    return compat.local_tensor(tensor) is tensor

@@ -13,7 +13,9 @@ from typing import Any
 
 from .. import compat
 from . import structure
-from .python_state import Walk, Watch
+from .fingerprint import angle_facts
+from .python_state import Walk
+from .watch import Watch
 
 _ABSENT = object()
 
@@ -24,7 +26,7 @@ def _facts_of(part: structure.ModelPart) -> tuple:
         rotary = part.rotary
     except AttributeError:  # another module is where the decoder was
         rotary = None
-    return (None if rotary is None else structure.angle_facts(rotary), *part.sources)
+    return (None if rotary is None else angle_facts(rotary), *part.sources)
 
 
 def walk_of(part: structure.ModelPart) -> Walk:
@@ -52,7 +54,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 class Snapshot:
-    """What :meth:`ModelPart.reason` and :func:`structure.fingerprint` depend on, as it was at one time.
+    """What :meth:`ModelPart.reason` and :func:`fingerprint.fingerprint` depend on, as it was at one time.
 
     Everything that a module holds is known by its identity and, where Python can change it in place, by its value, so
     that a replaced module, parameter, hook, method, class or setting is noticed, and an entry of a list that is another
@@ -71,7 +73,7 @@ class Snapshot:
     def __init__(self, part: structure.ModelPart, reason: str | None = None):
         self.part, self.reason = part, reason
         self.prompt_programs: dict[tuple, Any] = {}
-        self._restless: set[int] = set()
+        self._restless: set[tuple[int, str]] = set()
         self._take(walk_of(part))
         self._values: Mapping[str, Any] = self._walk.values if part.held is None else part.held
 
@@ -102,5 +104,5 @@ class Snapshot:
 
     @cached_property
     def fingerprint(self) -> tuple:
-        """:func:`structure.fingerprint` of the model."""
+        """:func:`fingerprint.fingerprint` of the model."""
         return self.part.fingerprint()

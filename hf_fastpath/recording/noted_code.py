@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.python_state import Walk, Watch
+from ..decode.python_state import Walk
 from ..decode.snapshot import differences
+from ..decode.watch import Watch
 
 _OWN = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)

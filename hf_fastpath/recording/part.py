@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import compat
-from ..decode.encoded import EncodedMemory
 from ..decode.modules import model_code_reason, odd_module, own_code_reason
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program
-from ..decode.python_state import Walk
 from ..decode.ranks import Ranks
-from ..decode.snapshot import walk_of
 from ..decode.structure import MAX_BATCH
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache
@@ -26,16 +22,17 @@ from ..ops.queries import takes_head_dim
 from ..reasons import Cause, class_name
 from . import marks
 from .arguments import described, hides_other_places, why_it_matters
+from .dry_run import dry_run
 from .errors import OUT_OF_MEMORY
 from .family import Recorded
 from .layers import RecordedAttention, RecordedLayer, attention_of
+from .looked_at import LookedAt
 from .lowering import Lowering
 from .noted_code import NotedCode
 from .passes import passed
 from .position_tables import PositionTable, position_tables
 from .proof import reason_against
 from .recording import BiasTable, Recording, Unrecordable
-from .skeleton import Skeleton
 from .step import record, why_other_in_training
 from .tensors import tensors_reason
 
@@ -74,40 +71,27 @@ class RecordedPart:
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
         self._passes_mask_on = False  # True once the decoder was seen to be given the mask that the model is given
         self._moment = object()  # of no other part, as an id may be once this one is gone
-        self.code = NotedCode()
         self.is_passing = False
-        self._held: Walk | None = None
-        self._skeletons: list[Skeleton] = []  # the newest one
-        self._is_new = True
+        self._looked_at = LookedAt(module)
 
     # ---- recordings -------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Note the Python values that the model holds now, of which its recordings are."""
-        self._held = walk_of(self)
+        self._looked_at.look(self)
 
     def look_again(self) -> None:
-        """Note that time has gone by, in which attributes may have changed that no recorded code has read."""
-        self._is_new = False
+        """Note that time has gone by."""
+        self._looked_at.age()
+
+    @property
+    def code(self) -> NotedCode:
+        return self._looked_at.code
 
     @property
     def held(self) -> Mapping[str, Any] | None:
         """Return the model's Python values when the part was made, by where they are."""
-        return None if self._held is None else self._held.values
-
-    @property
-    def _skeleton(self) -> Skeleton:
-        if not self._skeletons:
-            self._skeletons = [Skeleton(self.module, code=self.code)]
-        return self._skeletons[0]
-
-    @property
-    def _skeleton_as_now(self) -> Skeleton:
-        """A copy of the model as it is, with which other code may run than before."""
-        if not self._is_new:
-            quantized = self._skeletons[0].quantized if self._skeletons else None
-            self._skeletons, self._is_new = [Skeleton(self.module, code=self.code, quantized=quantized)], True
-        return self._skeleton
+        return None if self._looked_at.held is None else self._looked_at.held.values
 
     def recording(self, batch: int, query_len: int) -> Recording:
         """Return the step of ``query_len`` new tokens for each of ``batch`` sequences, after all passes.
@@ -118,7 +102,7 @@ class RecordedPart:
         key = batch, query_len
         if key not in self._recordings:
             try:
-                self._recordings[key] = passed(record(self._skeleton_as_now, batch, query_len), self.module)
+                self._recordings[key] = passed(record(self._looked_at.skeleton_as_now, batch, query_len), self.module)
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:  # which another try would raise again
@@ -286,8 +270,7 @@ class RecordedPart:
 
     def fingerprint(self) -> tuple:
         """Return what a decode plan bakes in of the model: all that the recordings hold, as a part is of one moment."""
-        others = () if self._held is None else self._held.tensors.values()
-        tensors = (*self.module.parameters(), *self.module.buffers(), *others, *self.code.tensors())
+        tensors = (*self.module.parameters(), *self.module.buffers(), *self._looked_at.tensors())
         return (self._moment, *((id(each), each.data_ptr(), each.dtype) for each in tensors))
 
     # ---- reasons ----------------------------------------------------------------------------------------------
@@ -300,9 +283,8 @@ class RecordedPart:
             return Cause("not_recorded", "it has no embedding or no head", self.module)
         table = getattr(self.embedding, "weight", None)
         if not isinstance(table, torch.Tensor):
-            return odd_module(
-                self.embedding, f"a table of embeddings whose weight is no tensor, but {class_name(table)}"
-            )
+            what = f"a table of embeddings whose weight is no tensor, but {class_name(table)}"
+            return odd_module(self.embedding, what)
         return None
 
     def shape_reason(self, batch: int, query_len: int) -> str | None:
@@ -337,7 +319,7 @@ class RecordedPart:
         key = batch, *((name, described(value)) for name, value in sorted(arguments.items()))
         if key not in self._arguments:
             try:
-                reason = why_it_matters(self._skeleton_as_now, batch, arguments)
+                reason = why_it_matters(self._looked_at.skeleton_as_now, batch, arguments)
             except Exception as error:  # nobody has tried this code: anything may be raised
                 reason = f"{type(error).__name__}: {error}"
             what = f"{', '.join(arguments)}: {reason}"
@@ -347,7 +329,7 @@ class RecordedPart:
     @functools.cached_property
     def padding_reason(self) -> Cause | None:
         """Why a plan would not hide what padding hides in stock code, or None."""
-        what = hides_other_places(self._skeleton)
+        what = hides_other_places(self._looked_at.skeleton)
         return None if what is None else Cause("attention_mask", what, self.module)
 
     def mask_over_encoded(self, arguments: dict[str, Any]) -> torch.Tensor | None:
@@ -361,8 +343,8 @@ class RecordedPart:
         """
         given = arguments.get("attention_mask")
         if not self._passes_mask_on:
-            with self._skeleton.lock:
-                found = compat.seen_by_decoder(self._skeleton.copy, arguments)
+            with self._looked_at.skeleton.lock:
+                found = compat.seen_by_decoder(self._looked_at.skeleton.copy, arguments)
             self._passes_mask_on = found is given
             return found
         return given
@@ -379,7 +361,7 @@ class RecordedPart:
 
     @functools.cached_property
     def _other_in_training(self) -> str | None:
-        return why_other_in_training(self.module)
+        return why_other_in_training(self.module, self.code)
 
     def lasting_reason(self) -> str | None:
         """Do as :meth:`reason`, as if ``model.eval()`` had been called."""
@@ -402,12 +384,11 @@ class RecordedPart:
     def _recording_reason(self) -> str | None:
         try:
             attentions = self.attentions
-            _dry_run(self)
+            dry_run(self)
         except Exception as error:  # nobody has tried this code, nor the passes over it: anything may be raised
             return self._not_recorded(error)
-        by_kernels = [each for each in attentions if each.value_dim is None]
-        sizes = {each.head_dim for each in by_kernels}
-        sizes |= {self.recording(1, 1).fact(each.k).shape[3] for each in self.recording(1, 1).encoded}
+        encoded = {self.recording(1, 1).fact(each.k).shape[3] for each in self.recording(1, 1).encoded}
+        sizes = encoded | {each.head_dim for each in attentions if each.value_dim is None}
         odd = next((size for size in sizes if not takes_head_dim(size)), None)
         if odd is not None:
             return Cause("unsupported_head_dim", f"head_dim={odd}", self.module)
@@ -415,21 +396,3 @@ class RecordedPart:
         if narrow is not None:
             return Cause("unsupported_config", f"sliding_window={narrow}", self.module)
         return None
-
-
-def _dry_run(part: RecordedPart) -> None:
-    """Lower the step without a plan.
-
-    Raises:
-        Unrecordable: something in it has no place in a plan.
-    """
-    program = Program()
-    caches = [KVCache(program.register(), program.register()) for _ in part.kinds]
-    at = {device: Positions({}, program.register(), program.register()) for device in part.devices}
-    if part.has_encoder:
-        encoded = EncodedMemory(program, len(part.kinds), 1, [torch.device("cpu")])
-        at = {device: replace(each, encoded=encoded.on(device)) for device, each in at.items()}
-    shape = torch.zeros(1, 1, dtype=torch.long)
-    biases = [each.memory(shape.device) for each in part.biases(1)]
-    tokens = torch.zeros(1, 1, *part.token_shape, dtype=torch.long)
-    part.record(program, tokens, shape, caches, part.states(1), biases, at)

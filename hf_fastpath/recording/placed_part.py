@@ -205,7 +205,7 @@ class PlacedPart(LocalRecordedPart):
         found = {
             each.untyped_storage()._cdata: (each.nbytes, self.device_of(each)) for each in self.module.parameters()
         }
-        for path, matrix in self._skeleton.quantized.items():
+        for path, matrix in self._looked_at.skeleton.quantized.items():
             quants = self.module.get_submodule(path).quants
             found[matrix.untyped_storage()._cdata] = quants.nbytes, self.device_of(quants)
         return found
@@ -240,7 +240,7 @@ class PlacedPart(LocalRecordedPart):
         return [found.get(layer, self.home) for layer in range(len(self.kinds))]
 
     def states(self, batch: int) -> list[list[torch.Tensor]]:
-        with self._skeleton.mode:
+        with self._looked_at.skeleton.mode:
             return [
                 [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device) for each in found]
                 for found, device in zip(super().states(batch), self.layer_devices)

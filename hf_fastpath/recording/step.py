@@ -21,6 +21,7 @@ from ..decode.snapshot import differences
 from . import marks, modes
 from .errors import OUT_OF_MEMORY
 from .listed_experts import listed_experts
+from .noted_code import NotedCode
 from .recorder import Recorder, recorder
 from .recording import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
 from .rehearsal import cache_with_states, rehearse
@@ -77,12 +78,16 @@ def _record_with_care(
     return recording, skeleton.code.that_matter(changed, skeleton.copy.modules()) + skeleton.code.what_differs()
 
 
-def why_other_in_training(model: nn.Module) -> str | None:
-    """Return why a token's step of a model in training is not that of ``model.eval()`` (it draws numbers), or None."""
+def why_other_in_training(model: nn.Module, code: NotedCode) -> str | None:
+    """Return why a token's step of a model in training is not that of ``model.eval()`` (it draws numbers), or None.
+
+    Args:
+        code: notes what runs.
+    """
     if not any(module.training for module in model.modules()):
         return None
     try:
-        record(Skeleton(model, evaluates=False), 1, 1)
+        record(Skeleton(model, evaluates=False, code=code), 1, 1)
     except Exception as error:  # nobody has tried this code: anything may be raised
         return str(error)
     return None

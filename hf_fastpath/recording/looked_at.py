@@ -1,0 +1,64 @@
+"""A model as it is when its steps are recorded: a copy that runs without data, and the Python values that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..decode.python_state import Walk
+from ..decode.snapshot import walk_of
+from .noted_code import NotedCode
+from .skeleton import Skeleton
+
+
+class LookedAt:
+    """A model whose steps are recorded, as it was when it was looked at.
+
+    Args:
+        module: the model.
+
+    Attributes:
+        code: what has run of the model's code.
+        held: all Python values of the model, at the time of :meth:`look`; None before.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self.code = NotedCode()
+        self.held: Walk | None = None
+        self._skeleton: Skeleton | None = None
+        self._is_new = True
+
+    def look(self, part: Any) -> None:
+        """Note the Python values that the model holds now.
+
+        Args:
+            part: the model in its roles.
+        """
+        self.held = walk_of(part)
+
+    def age(self) -> None:
+        """Note that time has gone by, in which attributes may have changed that no recorded code has read."""
+        self._is_new = False
+
+    @property
+    def skeleton(self) -> Skeleton:
+        """The newest copy of the model."""
+        if self._skeleton is None:
+            self._skeleton = Skeleton(self._module, code=self.code)
+        return self._skeleton
+
+    @property
+    def skeleton_as_now(self) -> Skeleton:
+        """A copy of the model as it is, with which other code may run than before."""
+        if not self._is_new:
+            quantized = None if self._skeleton is None else self._skeleton.quantized
+            self._skeleton, self._is_new = Skeleton(self._module, code=self.code, quantized=quantized), True
+        return self.skeleton
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that the model and the names of its code hold."""
+        found = [] if self.held is None else list(self.held.tensors.values())
+        return [*found, *self.code.tensors()]
