@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from causal_lm_types import extra_of, small
 from models import CPU, require_native
+from transformers import DynamicCache
 
 from hf_fastpath.bench import engines, generate, published, rounds, shapes
 from hf_fastpath.compat import CACHE, layer_kinds
@@ -97,7 +98,7 @@ def read(path: Path) -> list[dict]:
 @pytest.mark.parametrize("name", published.MODELS)
 def test_appended_tokens(name, tmp_path, capsys):
     """Tokens cannot be taken back from states, so that their models are refused, in a line."""
-    given = f"--model {name} --dtype fp32 --context 8 --tokens 3 --rounds 1 --microbatches --engines stock flash ours"
+    given = f"--model {name} --dtype fp32 --context 4 --tokens 2 --rounds 1 --microbatches --engines stock flash ours"
     command = [*given.split(), "--csv", str(tmp_path / "rows.csv")]
     config = published.MODELS[name].build_config()
     if any(kind.states for kind in layer_kinds(config)):
@@ -112,9 +113,23 @@ def test_appended_tokens(name, tmp_path, capsys):
 
 
 def test_a_context_beyond_a_window_is_not_taken_apart(capsys):
+    for context, tokens in ((24, 3), (6, 3)):
+        with pytest.raises(SystemExit):
+            bench_append.main(f"--model gemma-2-2b --context {context} --tokens {tokens} --microbatches".split())
+        assert "gemma-2-2b has windows of 8" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_tokens_behind_a_window(tmp_path, capsys):
+    """They can be taken off again if transformers keeps the past of windows."""
+    command = "--model gemma-2-2b --dtype fp32 --context 24 --tokens 3 --rounds 1 --engines stock ours --csv".split()
+    if hasattr(DynamicCache, "activate_past_recording"):
+        assert bench_append.main([*command, str(tmp_path / "rows.csv")]) == 0
+        assert len(read(tmp_path / "rows.csv")) == 5
+        return
     with pytest.raises(SystemExit):
-        bench_append.main("--model gemma-2-2b --context 24 --tokens 3 --microbatches".split())
-    assert "gemma-2-2b has windows of 8" in capsys.readouterr().err
+        bench_append.main([*command, str(tmp_path / "rows.csv")])
+    assert "keeps no past of windows" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -28,6 +28,8 @@ class PackedLinear(nn.Module):
         bias: [out_features] or None; the module keeps the parameter itself.
     """
 
+    #: whether this stands for a layer of a checkpoint that is not loaded; it has no data and is only asked about
+    is_described = False
     weight = None  # T5 asks for a layer's weight, and for the type of it if it is a tensor
 
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None):
