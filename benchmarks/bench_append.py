@@ -126,11 +126,9 @@ def why_not(model: str, length: int, microbatches: bool) -> str | None:
         return f"{model} keeps states, which no token can be taken back from: choose a model whose cache has none"
     narrow = [kind.window for kind in kinds if kind.window is not None and kind.window < length]
     if narrow and microbatches:
-        return (
-            f"--microbatches takes a context apart; {model} has windows of {narrow[0]}: context and tokens up to that"
-        )
+        return f"--microbatches takes a context apart; {model} has windows of {narrow[0]}: stay within one"
     if narrow and not hasattr(DynamicCache, "activate_past_recording"):
-        return f"this transformers keeps no past of windows; {model} has some of {narrow[0]}: context and tokens up to that"
+        return f"this transformers keeps no past of windows; {model} has some of {narrow[0]}: stay within one"
     return None
 
 

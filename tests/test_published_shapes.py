@@ -152,7 +152,8 @@ def test_quantized_prompts(name, whole, tmp_path, capsys):
         assert "has no attention" in capsys.readouterr().err
         return
     bench_packed_gemm.main(command)
-    assert len(read(tmp_path / "rows.csv")) == (2 if whole else 8)
+    ways = 2
+    assert len(read(tmp_path / "rows.csv")) == ways * (1 if whole else len(set(bench_packed_gemm.products(name))))
 
 
 @pytest.mark.parametrize("benchmark", (bench_assisted, bench_gemv), ids=("assisted", "gemv"))
@@ -170,6 +171,9 @@ def test_what_takes_some_types_says_which(benchmark, capsys):
 @pytest.mark.parametrize("name", [n for n, each in published.MODELS.items() if each.model_type in bench_assisted.TYPES])
 def test_assistants(name, tmp_path):
     command = f"--model {name} --dtype fp32 --device cpu --context 24 --drafts 3 --new-tokens 8 --repeats 1".split()
+    kinds = layer_kinds(published.MODELS[name].build_config())
+    if any(kind.window for kind in kinds) and not hasattr(DynamicCache, "activate_past_recording"):
+        pytest.skip("drafts of a stock model fail behind a window of 8 in this transformers")
     bench_assisted.main([*command, "--csv", str(tmp_path / "rows.csv")])
     assert read(tmp_path / "rows.csv")
 
