@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_fastpath import arguments, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
@@ -127,8 +127,6 @@ def why_not(model: str, length: int, microbatches: bool) -> str | None:
     narrow = [kind.window for kind in kinds if kind.window is not None and kind.window < length]
     if narrow and microbatches:
         return f"--microbatches takes a context apart; {model} has windows of {narrow[0]}: stay within one"
-    if narrow and not hasattr(DynamicCache, "activate_past_recording"):
-        return f"this transformers keeps no past of windows; {model} has some of {narrow[0]}: stay within one"
     return None
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from causal_lm_types import extra_of, small
 from models import CPU, require_native
-from transformers import DynamicCache
 
 from hf_fastpath.bench import engines, generate, published, rounds, shapes
 from hf_fastpath.compat import CACHE, layer_kinds
@@ -120,16 +119,11 @@ def test_a_context_beyond_a_window_is_not_taken_apart(capsys):
 
 
 @pytest.mark.full
-def test_tokens_behind_a_window(tmp_path, capsys):
-    """They can be taken off again if transformers keeps the past of windows."""
+def test_tokens_behind_a_window(tmp_path):
+    """They can be taken off again, because the cache records the past of its windows."""
     command = "--model gemma-2-2b --dtype fp32 --context 24 --tokens 3 --rounds 1 --engines stock ours --csv".split()
-    if hasattr(DynamicCache, "activate_past_recording"):
-        assert bench_append.main([*command, str(tmp_path / "rows.csv")]) == 0
-        assert len(read(tmp_path / "rows.csv")) == 5
-        return
-    with pytest.raises(SystemExit):
-        bench_append.main([*command, str(tmp_path / "rows.csv")])
-    assert "keeps no past of windows" in capsys.readouterr().err
+    assert bench_append.main([*command, str(tmp_path / "rows.csv")]) == 0
+    assert len(read(tmp_path / "rows.csv")) == 5
 
 
 @pytest.mark.full
