@@ -115,14 +115,18 @@ def run_round(
     return seen
 
 
-def why_not(model: str, context: int, microbatches: bool) -> str | None:
-    """Return why tokens cannot be taken off a cache of the model again after they were appended, or None."""
+def why_not(model: str, length: int, microbatches: bool) -> str | None:
+    """Return why tokens cannot be taken off a cache of the model again after they were appended, or None.
+
+    Args:
+        length: positions of the context and the tokens.
+    """
     kinds = layer_kinds(shapes.shape(model).build_config().get_text_config(decoder=True)) or []
     if any(kind.states for kind in kinds):
         return f"{model} keeps states, which no token can be taken back from: choose a model whose cache has none"
-    narrow = [kind.window for kind in kinds if kind.window is not None and kind.window < context]
-    if microbatches and narrow:
-        return f"--microbatches takes a context apart again; {model} has windows of {narrow[0]}: --context up to that"
+    narrow = [kind.window for kind in kinds if kind.window is not None and kind.window < length]
+    if narrow and microbatches:
+        return f"--microbatches takes a context apart; {model} has windows of {narrow[0]}: stay within one"
     return None
 
 
@@ -142,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, help="also run llama-bench on this file")
     measure.add_csv_argument(parser)
     given = parser.parse_args(argv)
-    if (reason := why_not(given.model, given.context, given.microbatches)) is not None:
+    if (reason := why_not(given.model, given.context + max(given.tokens), given.microbatches)) is not None:
         parser.error(reason)
     device = torch.device(given.device)
     path = measure.chosen_csv(given.csv, "append", device)

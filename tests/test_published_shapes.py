@@ -97,7 +97,7 @@ def read(path: Path) -> list[dict]:
 @pytest.mark.parametrize("name", published.MODELS)
 def test_appended_tokens(name, tmp_path, capsys):
     """Tokens cannot be taken back from states, so that their models are refused, in a line."""
-    given = f"--model {name} --dtype fp32 --context 8 --tokens 3 --rounds 1 --microbatches --engines stock flash ours"
+    given = f"--model {name} --dtype fp32 --context 4 --tokens 2 --rounds 1 --microbatches --engines stock flash ours"
     command = [*given.split(), "--csv", str(tmp_path / "rows.csv")]
     config = published.MODELS[name].build_config()
     if any(kind.states for kind in layer_kinds(config)):
@@ -112,9 +112,18 @@ def test_appended_tokens(name, tmp_path, capsys):
 
 
 def test_a_context_beyond_a_window_is_not_taken_apart(capsys):
-    with pytest.raises(SystemExit):
-        bench_append.main("--model gemma-2-2b --context 24 --tokens 3 --microbatches".split())
-    assert "gemma-2-2b has windows of 8" in capsys.readouterr().err
+    for context, tokens in ((24, 3), (6, 3)):
+        with pytest.raises(SystemExit):
+            bench_append.main(f"--model gemma-2-2b --context {context} --tokens {tokens} --microbatches".split())
+        assert "gemma-2-2b has windows of 8" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_tokens_behind_a_window(tmp_path):
+    """They can be taken off again, because the cache records the past of its windows."""
+    command = "--model gemma-2-2b --dtype fp32 --context 24 --tokens 3 --rounds 1 --engines stock ours --csv".split()
+    assert bench_append.main([*command, str(tmp_path / "rows.csv")]) == 0
+    assert len(read(tmp_path / "rows.csv")) == 5
 
 
 @pytest.mark.full
@@ -137,7 +146,8 @@ def test_quantized_prompts(name, whole, tmp_path, capsys):
         assert "has no attention" in capsys.readouterr().err
         return
     bench_packed_gemm.main(command)
-    assert len(read(tmp_path / "rows.csv")) == (2 if whole else 8)
+    ways = 2
+    assert len(read(tmp_path / "rows.csv")) == ways * (1 if whole else len(set(bench_packed_gemm.products(name))))
 
 
 @pytest.mark.parametrize("benchmark", (bench_assisted, bench_gemv), ids=("assisted", "gemv"))
@@ -155,6 +165,9 @@ def test_what_takes_some_types_says_which(benchmark, capsys):
 @pytest.mark.parametrize("name", [n for n, each in published.MODELS.items() if each.model_type in bench_assisted.TYPES])
 def test_assistants(name, tmp_path):
     command = f"--model {name} --dtype fp32 --device cpu --context 24 --drafts 3 --new-tokens 8 --repeats 1".split()
+    kinds = layer_kinds(published.MODELS[name].build_config())
+    if any(kind.window for kind in kinds) and CACHE != "cache":
+        pytest.skip("drafts of a stock model fail behind a window of 8 in this transformers")
     bench_assisted.main([*command, "--csv", str(tmp_path / "rows.csv")])
     assert read(tmp_path / "rows.csv")
 

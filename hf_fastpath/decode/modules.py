@@ -123,7 +123,7 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
     cls = type(module)
     if cls is PackedLinear:
         where = module.quants.device.type
-        if where not in (*packed_gemv.native, "meta"):  # a model without data is only asked about
+        if where not in packed_gemv.native and not module.is_described:
             return Cause(loader.why_not_native(where) or "no_native_library", f"quantized weights on {where}", module)
         return own_code_reason(module, cls.__module__)
     if cls not in (nn.Linear, Conv1D) and (cls.__module__, cls.__name__) != (architecture.module, architecture.linear):

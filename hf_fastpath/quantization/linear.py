@@ -33,6 +33,9 @@ class PackedLinear(nn.Module):
         dtype: type of the weight that was quantized, which a cast of the module changes.
     """
 
+    #: whether this stands for a layer of a checkpoint that is not loaded; it has no data and is only asked about
+    is_described = False
+
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.dtype = dtype

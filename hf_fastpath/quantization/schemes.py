@@ -178,7 +178,9 @@ def repack_empty(model: nn.Module, schemes: Sequence[Scheme]) -> set[str]:
             if scheme is not None:
                 weight = _empty(scheme.format(linear.in_features), linear.out_features, linear.in_features)
                 formats.add(weight.format.name)
-                made.append((linear, PackedLinear(weight, linear.bias)))
+                layer = PackedLinear(weight, linear.bias)
+                layer.is_described = True
+                made.append((linear, layer))
         return made
 
     _check_experts(part, schemes, names)

@@ -39,7 +39,7 @@ def test_strict_raises_where_stock_would_run(reason, options, device):
 def test_report_contents(device, capsys):
     require_native(device)
     ours = hf_fastpath.patch(build("mistral").to(device))
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert "hf_fastpath on mistral" in printed and "decode loop: fast" in printed
     assert len(printed.splitlines()) <= 4, "one short report"
     ours.generate(prompt(device, 2), **SHORT)

@@ -76,7 +76,7 @@ def test_a_twin_is_patched_and_right(like, family, device, capsys):
     assert report.loop == "fast" and report.like == like and not report.declined
     norms = {"llama": {"norm": 5}, "qwen3": {"norm": 9}, "gpt2": {}}
     assert report.patched == {"layer": 2, "attention": 2, "mlp": 2} | norms[like]
-    assert f"(structural: like {like})" in capsys.readouterr().out
+    assert f"(structural: like {like})" in capsys.readouterr().err
     assert examine(stock)[1].like == like
     assert_equal_generation(ours, stock)
     assert_equal_generation(copy.deepcopy(ours), stock)
