@@ -281,7 +281,7 @@ class ModelPart(Part):
             return Cause("unsupported_config", f"{self.architecture.final_norm}=None", self.decoder)
         for name in self.architecture.refuse:
             if (found := getattr(self.decoder, name, None)) is not None:
-                return Cause("unsupported_config", f"{name} is {type(found).__name__}", self.decoder)
+                return Cause("unsupported_config", f"{name} is {class_name(found)}", self.decoder)
         for module in self._embeddings():
             if not self._is_known_embedding(module):
                 return odd_module(module, "a table of embeddings")

@@ -16,7 +16,7 @@ from ..decode.attention_part import AttentionPart
 from ..decode.layer_part import LayerPart
 from ..decode.parts import MoEPart
 from ..ops.gemv import MAX_ROWS
-from ..reasons import Cause
+from ..reasons import Cause, class_name
 from .module_patch import CAPTURED, ModulePatch
 
 
@@ -124,7 +124,7 @@ def _with_tensors_that_fit(call: Call) -> Finding:
 
 
 def _over_our_cache(call: Call) -> Finding:
-    return None if isinstance(call.cache, FastpathCache) else Cause("other_cache", type(call.cache).__name__)
+    return None if isinstance(call.cache, FastpathCache) else Cause("other_cache", class_name(call.cache))
 
 
 def _of_what_kernels_compute(call: Call) -> Finding:
