@@ -45,7 +45,7 @@ REASONS: dict[str, Reason] = {
     "unsupported_head_dim": Reason("head_dim is odd or above 512", "nothing to set: it belongs to the model"),
     "not_recorded": Reason(
         "no architecture file covers the model, and its own forward could not be written down as a list of calls",
-        "nothing to set: it belongs to the model's code, at the line that is named",
+        "nothing to set: it belongs to the model's code, at the line that is named if there is one",
     ),
     "changing_values": Reason(
         "a Python value that the model's forward reads is another one in every call: a step is recorded of each, and "
@@ -144,7 +144,7 @@ REASONS: dict[str, Reason] = {
     ),
     "dtype": Reason(
         "dtype is not float32, float16 or bfloat16, or the types are mixed",
-        "load the whole model in one of these: dtype='auto' takes the checkpoint's",
+        "bring all of it to one of these: model.to(torch.bfloat16)",
     ),
     "gradient": Reason(
         "gradients are needed and the fused op has no backward", "use torch.no_grad() unless this is training"
@@ -281,14 +281,20 @@ class Cause(str):
         return made
 
 
+#: where the classes are that torch and transformers show to users
+_SHOWN = (
+    *("torch.nn.modules.", "torch.nn.parameter", "transformers.models.", "transformers.activations"),
+    *("transformers.pytorch_utils", "transformers.cache_utils", "hf_fastpath."),
+)
+
+
 def class_name(thing: Any) -> str:
     """Return the name of an object's class: of a class that torch or transformers shows to users, its bare name; of any
     other, also where it is defined, as classes of many packages are called Linear."""
     cls = type(thing)
-    is_plain = cls.__module__.startswith(("torch.nn.modules.", "torch.nn.parameter", "transformers.models."))
-    if is_plain or cls.__module__ in ("builtins", "torch", "transformers.activations", "transformers.pytorch_utils"):
-        return cls.__qualname__
-    return f"{cls.__module__}.{cls.__qualname__}"
+    home = cls.__module__
+    is_shown = home in ("builtins", "torch") or home.startswith(_SHOWN)
+    return cls.__qualname__ if is_shown else f"{home}.{cls.__qualname__}"
 
 
 def named(reason: str, model: Any) -> Cause:

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
-from ..reasons import Cause
+from ..reasons import Cause, class_name
 from . import multimodal
 from .multimodal import Behind
 from .patched import Patched
@@ -68,7 +68,7 @@ def _text_reason(
     if (reason := _arguments_reason(part, input_ids, text)) is not None:
         return reason
     if not isinstance(cache, FastpathCache):  # of a model with a reason, prepare_cache() has left transformers' own
-        return state.plans.known_reason_of(part) or Cause("other_cache", type(cache).__name__)
+        return state.plans.known_reason_of(part) or Cause("other_cache", class_name(cache))
     if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
         return Cause("batch_size", f"{batch} sequences, {most} at most")
     reason = model_reason(state, part, input_ids, cache)

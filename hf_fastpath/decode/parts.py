@@ -175,7 +175,7 @@ class MLPPart(Part):
         reasons = [self.activation_reason(), self._code_reason()]
         reasons += [projection_reason(linear, self.architecture) for linear in self.projections()]
         if self.is_fused and (self.up.bias is not None or is_transposed(self.up)):
-            reasons.append(Cause("unsupported_projection", "gate and up in one, with a bias or transposed", self.up))
+            reasons.append(Cause("unsupported_config", "gate and up in one, with a bias or transposed", self.up))
         reasons.append(dropout_reason(self.module, self.spec.dropout))
         return next((reason for reason in reasons if reason), None)
 

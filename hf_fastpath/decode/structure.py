@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..architecture import Architecture
-from ..compat import LayerKind, has_static_rope, layer_windows
+from ..compat import LayerKind, entry_of, has_static_rope, layer_windows
 from ..native import loader
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause, class_name
@@ -284,13 +284,14 @@ class ModelPart(Part):
         """Return why a decode plan of the model would not be right now, or None. Every generate() can afford to ask."""
         if (reason := self.other_reason()) is not None:
             return reason
-        if (count := len(getattr(self.decoder, self.architecture.layers))) != len(self.windows):
-            return Cause("unsupported_config", f"{count} layers, {len(self.windows)} in the config", self.decoder)
+        count = len(getattr(self.decoder, self.architecture.layers))
+        if count != (told := min(len(self.windows), entry_of(self.module.config, "num_hidden_layers") or count)):
+            return Cause("unsupported_config", f"{count} layers, {told} in the config", self.decoder)
         if self.final_norm.module is None:
             return Cause("unsupported_config", f"{self.architecture.final_norm}=None", self.decoder)
         for name in self.architecture.refuse:
             if (found := getattr(self.decoder, name, None)) is not None:
-                return Cause("unsupported_config", f"{name} is {type(found).__name__}", self.decoder)
+                return Cause("unsupported_config", f"{name} is {class_name(found)}", self.decoder)
         for module in self._embeddings():
             if not self._is_known_embedding(module):
                 return odd_module(module, "a table of embeddings")
@@ -373,8 +374,7 @@ def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None
     cls = type(model)
     if (cls.__module__, cls.__name__) != (architecture.module, architecture.causal_lm):
         return None
-    windows = layer_windows(model.config)
-    if windows is None:
+    if (windows := layer_windows(model.config)) is None:
         return None
     # a config that was edited since the model was made may tell of more layers, which the model's own code leaves out
     found = getattr(found_at(model, architecture.base), architecture.layers, windows)

@@ -192,14 +192,16 @@ def _window(attention: Any) -> int | None:
 #: reasons that no later call can cure; all other reasons are asked for again at every call
 _LASTING = (
     *("unsupported_head_dim", "unsupported_config", "unsupported_activation"),
-    *("class_not_supported", "instance_forward", "compressed_tensors", "offloaded"),
+    *("class_not_supported", "instance_forward", "offloaded"),
 )
 
 
 def _lasting_reason(part: parts.Part) -> str | None:
     """Return why a module keeps its stock forward for good, or None."""
     reason = part.reason()
-    return reason if reason in _LASTING else None
+    own = vars(part.module).get("forward")
+    is_replaced = reason == "compressed_tensors" and compat.function_code(own) == reason  # which ours must not replace
+    return reason if reason in _LASTING or is_replaced else None
 
 
 # ---- the decode loop ----------------------------------------------------------------------------------------------

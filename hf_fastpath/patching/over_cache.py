@@ -16,7 +16,7 @@ from ..decode.attention_part import AttentionPart
 from ..decode.layer_part import LayerPart
 from ..decode.parts import MoEPart
 from ..ops.gemv import MAX_ROWS
-from ..reasons import Cause
+from ..reasons import Cause, class_name
 from .module_patch import CAPTURED, ModulePatch
 
 
@@ -128,7 +128,7 @@ def _over_our_cache(call: Call) -> Finding:
         return None
     if call.patch.state.stats.is_left_to_stock:  # there is a reason already, for which stock code got its own cache
         return call.patch.part.reason() or BY_DESIGN
-    return Cause("other_cache", type(call.cache).__name__)
+    return Cause("other_cache", class_name(call.cache))
 
 
 def _of_what_kernels_compute(call: Call) -> Finding:

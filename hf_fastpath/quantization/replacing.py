@@ -19,7 +19,7 @@ from ..native import loader
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
 from ..progress import announced, counted
-from ..reasons import explained, named
+from ..reasons import class_name, explained, named
 from ..registry import PLAIN_TENSORS
 from .checkpoints import family_of
 from .formats import FORMATS, Format
@@ -112,7 +112,7 @@ def why_not_quantized(
             f"{' and '.join(style.value for style in _TO_ALL_RANKS)}: load the model whole"
         )
     if part.is_recorded and options.lm_head != HEADS[0] and type(part.head) is not nn.Linear:
-        kind = type(part.head).__name__
+        kind = class_name(part.head)
         return f"lm_head={options.lm_head!r} takes a model whose head is a linear layer, as this one's, {kind}, is not"
     if part.is_recorded and not replacements(part, options):
         return f"{wanted} finds no nn.Linear in the step of this {type(model).__name__}: leave weights= out"
