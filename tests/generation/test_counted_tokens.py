@@ -13,7 +13,7 @@ import encoder_decoder_types
 import multimodal_types
 import pytest
 import torch
-from models import CPU, Counts, Tokens, build, counting, prompt, require_native
+from models import CPU, Counts, Tokens, build, counting, prompt, require_native, skip_if_cache_is_named_otherwise
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -65,6 +65,7 @@ def _text(batch: int) -> dict[str, Any]:
 @cache
 def case(name: str) -> Case:
     require_native(CPU)
+    skip_if_cache_is_named_otherwise(name)
     made: dict[str, Callable[[], Case]] = {
         "llama": lambda: Case(build("llama"), _text, 9),
         "gpt2": lambda: Case(build("gpt2"), _text, 9),

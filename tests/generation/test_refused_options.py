@@ -11,7 +11,7 @@ import causal_lm_types
 import encoder_decoder_types
 import pytest
 import torch
-from models import CPU, build, prompt, require_native
+from models import CPU, build, prompt, require_native, skip_if_cache_is_named_otherwise
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import hf_fastpath
@@ -59,6 +59,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 @cache
 def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     require_native(CPU)
+    skip_if_cache_is_named_otherwise(name)
     if name in ("llama", "gpt2"):
         stock = build(name)
     else:
