@@ -150,14 +150,14 @@ def test_quantized_prompts(name, whole, tmp_path, capsys):
     assert len(read(tmp_path / "rows.csv")) == ways * (1 if whole else len(set(bench_packed_gemm.products(name))))
 
 
-@pytest.mark.parametrize("benchmark", (bench_assisted, bench_gemv), ids=("assisted", "gemv"))
-def test_what_takes_some_types_says_which(benchmark, capsys):
+@pytest.mark.parametrize("bench", (bench_assisted, bench_gemv), ids=("assisted", "gemv"))
+def test_what_takes_some_types_says_which(bench, capsys):
     for name, shape in published.MODELS.items():
         command = f"--model {name} --dtype fp32 --device cpu".split()
-        if shape.model_type in benchmark.TYPES:
+        if shape.model_type in bench.TYPES:
             continue
         with pytest.raises(SystemExit) as caught:
-            benchmark.main(command)
+            bench.main(command)
         assert caught.value.code == 2 and name in capsys.readouterr().err
 
 
