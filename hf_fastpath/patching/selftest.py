@@ -253,6 +253,7 @@ def run(model: nn.Module, recorded: Recorded | None = None) -> tuple[str | None,
         torch.set_default_dtype(torch.float32)
         shape = 1, _PROMPT_TOKENS, *compat.token_shape(model)
         prompt = torch.randint(3, _TWIN["vocab_size"], shape).to(device)
+        twin = None
         try:
             twin = _twin(model, recorded).eval()
             key = passed_twins.key_of(twin, device, dtype)
@@ -261,12 +262,25 @@ def run(model: nn.Module, recorded: Recorded | None = None) -> tuple[str | None,
             torch.set_default_dtype(default)
             difference, of_logits = _difference(twin.to(device), prompt, dtype, recorded is not None)
         except Exception as error:  # nobody has tried this code: anything may be raised
-            return f"{type(error).__name__}: {error}", 0.0
+            difference, of_logits = f"{type(error).__name__}: {error}", 0.0
         finally:
             torch.set_default_dtype(default)
+        if difference is not None and recorded is not None and twin is not None and not _runs(twin, prompt):
+            return None, 0.0  # the config tells of another model than this is; its own first tokens will prove it
     if difference is None:
         passed_twins.keep(key, of_logits, twin)
     return difference, of_logits
+
+
+def _runs(twin: nn.Module, prompt: torch.Tensor) -> bool:
+    """Whether stock code runs a twin that is not patched. A config that was edited since its model was made may be one
+    that no model could be made of."""
+    try:
+        if not compat.has_encoder(twin):
+            twin.generate(prompt, max_new_tokens=2)
+    except Exception:
+        return False
+    return True
 
 
 def _on_cpu() -> AbstractContextManager[Any]:

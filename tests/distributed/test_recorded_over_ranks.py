@@ -147,14 +147,14 @@ def _one_rank(rank: int, folder: Path) -> None:
 
 def _refused(rank: int, folder: Path) -> None:
     model = spread(folder / "glm4", distributed_config=with_whole_kv())
-    with pytest.raises(UnsupportedModelError, match="sharded .*2 heads of a rank beside 2 KV heads of all ranks"):
+    with pytest.raises(UnsupportedModelError, match=r"sharded\.\n.*2 heads of a rank beside 2 KV heads of all ranks"):
         hf_fastpath.patch(model, quiet=True)
     with pytest.raises(ValueError, match="has colwise_gather_output and rowwise_split_input"):
         hf_fastpath.patch(spread(folder / "glm4"), weights="int8", quiet=True)
     rules = {"model.layers.*.mlp": "all_reduce"}
     model = spread(folder / "glm4", distributed_config=DistributedConfig(tp_size=COUNT, tp_plan=rules))
     before = instances(model)
-    with pytest.raises(UnsupportedModelError, match="sharded .*layers.0.mlp is spread by AllReduceParallel"):
+    with pytest.raises(UnsupportedModelError, match=r"sharded\.\n.*layers.0.mlp is spread by AllReduceParallel"):
         hf_fastpath.patch(model, quiet=True)
     assert_same_instances(instances(model), before)
 

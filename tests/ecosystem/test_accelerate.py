@@ -80,7 +80,7 @@ def test_weights_on_disk_are_refused(tmp_path, device):
     ours = copy.deepcopy(stock)
     disk_offload(ours, tmp_path, device)
     before = instances(ours)
-    with pytest.raises(UnsupportedModelError, match="offloaded: load the model where it fits"):
+    with pytest.raises(UnsupportedModelError, match="What helps: load the model where it fits"):
         hf_fastpath.patch(ours, quiet=True)
     assert_same_instances(instances(ours), before)
     assert_same_tokens(ours.generate(prompt(device), **SHORT), stock.generate(prompt(device), **SHORT), stock)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 
 import encoder_decoder_types
+import multimodal_types
 import pytest
 import torch
 from causal_lm_types import small_model
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
-from hf_fastpath.compat import CACHE
+from hf_fastpath.compat import CACHE, is_multimodal
 
 WHEN = ("before_patch", "after_patch", "after_generate")
 #: family -> entries of its config, each with another value; families with a file, then recorded ones
@@ -29,7 +30,11 @@ EDITS = {
     "mixtral": dict(num_attention_heads=6, num_local_experts=2, num_experts_per_tok=1, intermediate_size=8),
     "qwen3_moe": dict(num_attention_heads=2, num_experts=2, moe_intermediate_size=3, num_experts_per_tok=8),
     "glm4": dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8, hidden_size=16, vocab_size=11),
-    "deepseek_v3": dict(num_attention_heads=2, kv_lora_rank=3, v_head_dim=5, n_routed_experts=2),
+    "deepseek_v3": dict(
+        num_attention_heads=2, head_dim=4, qk_rope_head_dim=16, kv_lora_rank=3, v_head_dim=5, n_routed_experts=2
+    ),
+    "llava": dict(num_attention_heads=8, head_dim=4, intermediate_size=5),
+    "qwen2_vl": dict(num_attention_heads=2, num_key_value_heads=1, hidden_size=32),
     "t5": dict(d_model=32, d_kv=4, d_ff=8, num_heads=2, vocab_size=5000),
     "bart": dict(d_model=32, decoder_attention_heads=1, decoder_ffn_dim=7, hidden_size=16, encoder_attention_heads=1),
 }
@@ -40,15 +45,18 @@ def made(family: str) -> tuple[PreTrainedModel, dict]:
     """Return a small model and the arguments of its ``generate()``."""
     if family in encoder_decoder_types.types():
         return encoder_decoder_types.small_model(family), encoder_decoder_types.text(1, 9)
+    if family in multimodal_types.MEDIA:
+        return multimodal_types.small_model(family), multimodal_types.prompt(family, (1,))
     model = build(family) if family in LISTED else small_model(family)
     ids = torch.tensor([[5, 90, 17, 44, 131, 62, 8, 120, 33, 71, 101, 27, 66, 140, 12, 55, 3, 99]])
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def edited(model: nn.Module, entries: dict) -> nn.Module:
+    config = model.config.get_text_config(decoder=True) if is_multimodal(model) else model.config
     for name, value in entries.items():
-        assert getattr(model.config, name) != value, f"{name} is {value} already, so the test shows nothing"
-        setattr(model.config, name, value)
+        assert getattr(config, name) != value, f"{name} is {value} already, so the test shows nothing"
+        setattr(config, name, value)
     return model
 
 
