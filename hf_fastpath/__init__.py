@@ -52,8 +52,14 @@ def _find_patches_of_a_clone() -> None:
     globals()["patches"] = sys.modules[name] = module
 
 
+def _is_program() -> bool:
+    """Whether Python runs this package's own program, whose commands load what they need: `explain CODE` needs no torch."""
+    program = Path(sys.argv[0]).name if sys.argv else ""
+    return program == "hf-fastpath" or (program == "-m" and __name__ in sys.orig_argv)
+
+
 _find_patches_of_a_clone()
-if "torch" in sys.modules:  # else a command that needs no torch, such as `explain CODE`, would wait for it
+if not _is_program():
     from . import ops as ops  # torch.ops.hf_fastpath is there from now on
 
 

@@ -87,7 +87,9 @@ REASONS: dict[str, Reason] = {
         "patch(model) right after loading it, before its first call",
     ),
     "unsupported_config": Reason(
-        "the config asks for arithmetic or a structure that is not covered", "nothing to set: it belongs to the model"
+        "the model asks for arithmetic or a structure that is not covered (a soft-cap of 0, a factor that is no number, "
+        "a layer that comes twice, ...)",
+        "nothing to set: it belongs to the model",
     ),
     "instance_forward": Reason(
         "a module inside the fused span has a forward of its own on the instance",
@@ -197,8 +199,8 @@ REASONS: dict[str, Reason] = {
     # the decode loop steps aside (decided at each generate())
     "paused": Reason("the patch is switched off for this call (verify)", "nothing to do: it comes back by itself"),
     "generation_mode": Reason(
-        "beam search of a model spread over processes, drafts for a model that has an encoder, or drafts by an early "
-        "exit, with another tokenizer or an ensemble weight",
+        "beam search of a model spread over processes, drafts for a model that has an encoder or reads images or "
+        "sound, or drafts by an early exit, with another tokenizer or an ensemble weight",
         "use num_beams=1, and an assistant of the model's vocabulary: other loops run over patched modules",
     ),
     "other_rank": Reason(
