@@ -53,7 +53,7 @@ def _find_patches_of_a_clone() -> None:
 
 
 def _is_program() -> bool:
-    """Whether Python runs this package's own program, whose commands load what they need: `explain CODE` needs no torch."""
+    """Whether Python runs this package's own program: its commands load what they need, and `explain CODE` no torch."""
     program = Path(sys.argv[0]).name if sys.argv else ""
     return program == "hf-fastpath" or (program == "-m" and __name__ in sys.orig_argv)
 

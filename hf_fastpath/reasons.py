@@ -87,8 +87,8 @@ REASONS: dict[str, Reason] = {
         "patch(model) right after loading it, before its first call",
     ),
     "unsupported_config": Reason(
-        "the model asks for arithmetic or a structure that is not covered (a soft-cap of 0, a factor that is no number, "
-        "a layer that comes twice, ...)",
+        "the model asks for arithmetic or a structure that is not covered (a soft-cap of 0, a factor that is no "
+        "number, a layer that comes twice, ...)",
         "nothing to set: it belongs to the model",
     ),
     "instance_forward": Reason(
