@@ -105,6 +105,7 @@ from .host_memory import lock_pages, unlock_pages
 from .models import (
     FORWARD_NOTES,
     GENERATION_DEFAULTS,
+    INITIALIZED,
     Conv1D,
     activation_of,
     attention_function,

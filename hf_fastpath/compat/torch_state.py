@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.utils.flop_counter
+import transformers
 import typing_extensions
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -39,6 +40,8 @@ _SPACES: tuple[tuple[str, Any], ...] = (
     ("torch.nn.Module", nn.Module),
 )
 _FOLDER = str(Path(torch.__file__).resolve().parent)
+#: transformers adds a method to ``nn.Module``
+_TRANSFORMERS = str(Path(transformers.__file__).resolve().parent)
 #: what PyTorch takes from Python, and its decorator for what is deprecated
 _PYTHON = sysconfig.get_path("stdlib") + "/typing.py", typing_extensions.__file__
 #: modules of transformers whose functions run for every token, beside those of a model
@@ -98,13 +101,13 @@ def without_foreign_modes() -> Iterator[None]:
 
 
 def _is_of_torch(value: Any) -> bool:
-    """Whether a function is a builtin of PyTorch's, or Python code in its folder."""
+    """Whether a function is a builtin of PyTorch's, or Python code in its folder or transformers'."""
     if isinstance(value, (type, types.ModuleType)) or not callable(value):
         return True  # classes are told by what models hold
     function = getattr(value, "__func__", value)
     code = getattr(function, "__code__", None)
     if code is not None:
-        return code.co_filename.startswith((_FOLDER, *_PYTHON))
+        return code.co_filename.startswith((_FOLDER, _TRANSFORMERS, *_PYTHON))
     if isinstance(value, functools._lru_cache_wrapper):
         return _is_of_torch(value.__wrapped__)
     if isinstance(value, functools.partial):

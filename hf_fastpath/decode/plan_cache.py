@@ -162,12 +162,13 @@ class PlanCache:
         if self.family is None:
             return None
         made = self.family.model_part(model)
-        found = self._kept_like(made, last)
+        walk = walk_of(made) if made is not None and made.held is None else getattr(made, "held", None)
+        found = self._kept_like(made, last, walk)
         if found is None:
             if (
                 made is not None and made.is_recorded
             ):  # else calls that nobody asks for a reason record it anew each time
-                self._looked_at = Snapshot(made)
+                self._looked_at = Snapshot(made, walk)
             return made
         self._misses, self.snapshot = 0, found
         found.part.look_again()
@@ -186,17 +187,17 @@ class PlanCache:
             self._call = call, part
         return part
 
-    def _kept_like(self, made: structure.ModelPart | None, last: Snapshot | None) -> Snapshot | None:
+    def _kept_like(self, made: structure.ModelPart | None, last: Snapshot | None, walk: Any) -> Snapshot | None:
         """Return what is known of a model whose values are those that ``made`` has just found, or None.
 
         Args:
             last: the snapshot of the model before, which may differ in objects that are equal.
+            walk: through the model as it is.
         """
         with self.lock:
             kept = self._kept or [each for each in (last,) if each is not None]
-        if made is None or not kept:
+        if made is None:
             return None
-        walk = walk_of(made)
         for snapshot in kept:
             if snapshot.part.source is made.source and not snapshot.what_differs(walk):
                 snapshot.renew(walk)

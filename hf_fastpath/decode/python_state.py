@@ -42,8 +42,8 @@ _MANY = 256
 _MOST_NUMBERS = 1 << 16
 #: values inside of so many others are known by their identity
 _DEEPEST = 100
-#: attributes of every module of which all but one are bookkeeping
-BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+#: attributes of every module of which all but one are bookkeeping, and a mark that transformers leaves
+BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | {compat.INITIALIZED}
 #: classes of PyTorch's whose forwards read no attribute but tensors and children -> attributes that say their sizes
 SIZES_ALONE: dict[type, frozenset[str]] = {
     nn.Linear: frozenset({"in_features", "out_features", "training"}),
@@ -151,6 +151,12 @@ class Walk:
             {id(each): each for each in (vars(m).get("config") for m in self.modules) if each is not None}.values()
         )
 
+    def attributes(self, places: Iterable[str]) -> set[tuple[int, str]]:
+        """Return which attributes are at ``places``, as ids of their modules and names."""
+        modules = {self._places[id(module)]: id(module) for module in self.modules}
+        found = (place.rpartition(".") for place in places)
+        return {(modules[path], name) for path, _, name in found if path in modules}
+
     def _get(self, space: Mapping[str, Any], names: list[str], module: nn.Module | None = None) -> None:
         if names:
             self.named.append((names, space, module))
@@ -233,7 +239,7 @@ class Walk:
             return copied
         if isinstance(value, dict):
             self.dicts.append(value)
-            inside = [(self.frozen(name, where), self.frozen(each, where)) for name, each in value.items()]
+            inside = [(self.frozen(name, where), self.frozen(each, where)) for name, each in dict.items(value)]
             return inside, self._attributes(value, where)
         if isinstance(value, _ROWS):
             if not isinstance(value, (tuple, frozenset)):

@@ -62,20 +62,22 @@ class Snapshot:
 
     Args:
         part: a model.
-        reason: against a decode plan of the model, or None.
+        walk: through the model as it is, if there is one already.
 
     Attributes:
-        part, reason: see above.
+        part: see above.
+        reason: against a decode plan of the model, or None.
         tensors: ids of all tensors that modules hold.
         prompt_programs: the programs that ``prompt.read`` keeps while the model is as it was.
     """
 
-    def __init__(self, part: structure.ModelPart, reason: str | None = None):
-        self.part, self.reason = part, reason
+    def __init__(self, part: structure.ModelPart, walk: Walk | None = None):
+        self.part = part
+        self.reason: str | None = None
         self.prompt_programs: dict[tuple, Any] = {}
         self._restless: set[tuple[int, str]] = set()
-        self._take(walk_of(part))
-        self._values: Mapping[str, Any] = self._walk.values if part.held is None else part.held
+        self._take(walk_of(part) if walk is None else walk)
+        self._values: Mapping[str, Any] = self._walk.values if part.held is None else part.held.values
 
     def _take(self, walk: Walk) -> None:
         """Know the model by the identities of all that a walk has met."""
@@ -97,7 +99,7 @@ class Snapshot:
 
     def renew(self, walk: Walk) -> None:
         """Know the model by the objects that it holds now, whose values are what they were."""
-        self._restless |= set(self._watch.restless())
+        self._restless |= walk.attributes(differences(self._values, walk.values))  # which do not matter
         self._take(walk)
         self.prompt_programs = {}
         vars(self).pop("fingerprint", None)

@@ -77,7 +77,7 @@ class ModelPart(Part):
     #: its decoder attends to what an encoder has read
     has_encoder: ClassVar[bool] = False
 
-    #: code that ran when the step was recorded, and the Python values of that time: of recorded models alone
+    #: code that ran when the step was recorded, and a walk through the Python values of that time: of recorded models
     code: ClassVar[Any] = None
     held: ClassVar[Any] = None
     is_passing: ClassVar[bool] = False

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 
 from .. import compat
 from .python_state import BOOKKEEPING, OF_FUNCTIONS, SIZES_ALONE, Walk
@@ -25,8 +26,8 @@ class Watch:
     """Whether what a walk has met is as it was: True is certain, False is not.
 
     Values are compared by ``==``, which looks at identities first and takes a tenth of the time that Python code would
-    take. Of tensors that are not identical ``==`` raises an error, which is a change; where a tensor is or has one
-    element, identities are compared.
+    take. Of tensors that are not identical ``==`` raises an error, which is a change. Identities are compared of
+    numbers, as 0 is equal to 0.0 and to -0.0, and of tensors of one element.
 
     Args:
         walk: just made.
@@ -57,26 +58,21 @@ class Watch:
         self._before = list(map(_copied, self._full))
         self._ordered = [each for each in (*(space["_modules"] for space in spaces), *walk.dicts) if len(each) > 1]
         self._keys = list(chain.from_iterable(self._ordered))
-        self._exact = [each for each in containers if any(map(_is_number, _values(each)))]
+        self._exact = [each for each in containers if any(map(_is_lax, _values(each)))]
         self._sized = [*sized, *walk.namespaces]
         self._sizes = list(map(len, self._sized))
         self._getters = []
         for names, space, module in walk.named:
-            if module is None or id(module) in by_name:
-                names = [name for name in names if (id(module), name) not in restless]
-                if names:  # of one name a getter would give no tuple
-                    self._getters.append((itemgetter(*names, names[0]), space))
-        self._attributes = list(map(dict, spaces))
+            names = [name for name in names if (id(module), name) not in restless]
+            if module is not None and id(module) not in by_name:
+                names = [name for name in names if _is_lax(space[name])]
+            if names:  # of one name a getter would give no tuple
+                self._getters.append((itemgetter(*names, names[0]), space))
         self._tensors = list(walk.tensors.values())
         self._is_local = all(map(_is_ordinary, self._tensors))
+        self._are_without_data = any(map(is_fake, self._tensors))
         self._elements_before = list(self._elements())
         self._facts = self._facts_now()
-
-    def restless(self) -> Iterator[tuple[int, str]]:
-        """Yield the attributes of modules that are other objects than before, as ids of modules and names."""
-        for module, before in zip(self._walk.modules, self._attributes):
-            now = vars(module)
-            yield from ((id(module), name) for name, value in before.items() if now.get(name) is not value)
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
@@ -110,6 +106,8 @@ class Watch:
     def _facts_now(self) -> tuple:
         """Return where tensors are and of which type."""
         tensors = self._tensors if self._is_local else list(map(compat.local_tensor, self._tensors))
+        if self._are_without_data:
+            return ()
         addresses = list(map(torch.Tensor.data_ptr, tensors))
         return addresses, list(map(torch.Tensor.stride, tensors)), [each.dtype for each in tensors], self._more_facts()
 
@@ -125,6 +123,11 @@ def _is_number(value: Any) -> bool:
     return value.numel() <= 1 or type(value) not in (torch.Tensor, nn.Parameter)
 
 
+def _is_lax(value: Any) -> bool:
+    """Whether ``==`` may take another value for this one."""
+    return type(value) in (int, float, complex) or _is_number(value)
+
+
 def _more_than_sizes(module: nn.Module) -> bool:
     """Whether a module has attributes that its forward may read."""
     sizes = SIZES_ALONE.get(type(module))
@@ -137,12 +140,11 @@ def _is_by_name(space: dict[str, Any]) -> bool:
 
 
 def _values(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container
+    return dict.values(container) if isinstance(container, dict) else container
 
 
 def _copied(container: Any) -> Any:
     """Return a shallow copy that ``==`` compares with the container."""
-    for kind in (dict, list, set):
-        if isinstance(container, kind):
-            return kind(container)
-    return container.copy()
+    if isinstance(container, dict):
+        return dict(dict.items(container))  # as subclasses may make another value each time that one is asked for
+    return list.copy(container) if isinstance(container, list) else container.copy()

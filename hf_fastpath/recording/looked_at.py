@@ -29,7 +29,7 @@ class LookedAt:
         self.code = NotedCode()
         self.held: Walk | None = None
         self._skeleton: Skeleton | None = None
-        self._is_new = True
+        self._is_new, self._is_whole = True, False
 
     def look(self, part: Any) -> None:
         """Note the Python values that the model holds now.
@@ -37,7 +37,7 @@ class LookedAt:
         Args:
             part: the model in its roles.
         """
-        self.held = walk_of(part)
+        self.held, self._is_whole = walk_of(part), part.source is self._module
 
     def age(self) -> None:
         """Note that time has gone by, in which attributes may have changed that no recorded code has read."""
@@ -47,7 +47,8 @@ class LookedAt:
     def skeleton(self) -> Skeleton:
         """The newest copy of the model."""
         if self._skeleton is None:
-            self._skeleton = Skeleton(self._module, code=self.code)
+            walk = self.held if self._is_new and self._is_whole else None
+            self._skeleton = Skeleton(self._module, code=self.code, walk=walk)
         return self._skeleton
 
     @property

@@ -14,6 +14,7 @@ from ..decode.modules import model_code_reason, odd_module, own_code_reason
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program
+from ..decode.python_state import Walk
 from ..decode.ranks import Ranks
 from ..decode.structure import MAX_BATCH
 from ..ops.gemv import MAX_ROWS
@@ -89,9 +90,9 @@ class RecordedPart:
         return self._looked_at.code
 
     @property
-    def held(self) -> Mapping[str, Any] | None:
-        """Return the model's Python values when the part was made, by where they are."""
-        return None if self._looked_at.held is None else self._looked_at.held.values
+    def held(self) -> Walk | None:
+        """Return a walk through the model's Python values when the part was made."""
+        return self._looked_at.held
 
     def recording(self, batch: int, query_len: int) -> Recording:
         """Return the step of ``query_len`` new tokens for each of ``batch`` sequences, after all passes.

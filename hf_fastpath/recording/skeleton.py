@@ -6,7 +6,6 @@ import copy
 import functools
 import math
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from .. import compat
 from ..decode.modules import is_packed
 from ..decode.patched import STATE_KEY
 from ..decode.python_state import Walk
+from ..decode.snapshot import differences
+from ..decode.watch import Watch
 from ..ops.decode_attention import MAX_QUERY_LEN
 from .noted_code import NotedCode
 from .recording import Unrecordable
@@ -33,6 +34,7 @@ class Skeleton:
         evaluates: whether the copy is as ``model.eval()`` makes a model; if not, as the model is.
         code: notes what runs of the model's code.
         quantized: what another copy has under this name.
+        walk: through the model as it is, if there is one already.
 
     Attributes:
         plain: tensors that modules hold and that are no parameters or buffers of the model's, which calls read where
@@ -48,6 +50,7 @@ class Skeleton:
         evaluates: bool = True,
         code: NotedCode | None = None,
         quantized: dict[str, torch.Tensor] | None = None,
+        walk: Walk | None = None,
     ):
         self.model, self.code = model, NotedCode() if code is None else code
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -60,8 +63,9 @@ class Skeleton:
             if is_packed(module)
         }
         memo: dict[int, Any] = {}
-        walk = Walk(host_numbers=self.device.type != "cpu")
-        walk.enter(model)
+        if walk is None:
+            walk = Walk(host_numbers=self.device.type != "cpu")
+            walk.enter(model)
         with torch.inference_mode(False):
             for tensor in (*model.parameters(), *model.buffers()):
                 if id(tensor) not in memo:
@@ -83,12 +87,22 @@ class Skeleton:
         self.takes_positions = compat.takes_positions(model)
         self.token_shape = compat.token_shape(model)
         self.lock = threading.RLock()  # of threads that run the copy
+        self._held: Walk | None = None
 
-    def held(self) -> Mapping[str, Any]:
-        """Return the Python values that the copy holds, by where they are."""
+    def look(self) -> None:
+        """Note the Python values that the copy holds now."""
+        if self._held is None or not self._watch.holds():
+            self._held = self._walk()
+            self._watch = Watch(self._held)
+
+    def what_differs(self) -> list[str]:
+        """Return where the copy holds other Python values than when :meth:`look` was called."""
+        return [] if self._watch.holds() else differences(self._held.values, self._walk().values)
+
+    def _walk(self) -> Walk:
         walk = Walk()
         walk.enter(self.copy)
-        return walk.values
+        return walk
 
     def encoder_output(self, batch: int, length: int) -> torch.Tensor:
         """Return a tensor without data like what the model's encoder gives for ``length`` places."""

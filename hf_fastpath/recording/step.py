@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from .. import compat
 from ..decode.named_calls import Call, Norm, Register
-from ..decode.snapshot import differences
 from . import marks, modes
 from .errors import OUT_OF_MEMORY
 from .listed_experts import listed_experts
@@ -71,11 +70,11 @@ def _record_with_care(
 ) -> tuple[Recording, list[str]]:
     """Return a step, and where Python values are that the step changes and its code reads."""
     skeleton = noting.skeleton
-    before = skeleton.held()
+    skeleton.look()
     with skeleton.code.noting():
         recording = _record(noting, batch, query_len, arguments)
-    changed = differences(before, skeleton.held())
-    return recording, skeleton.code.that_matter(changed, skeleton.copy.modules()) + skeleton.code.what_differs()
+    changed = skeleton.code.that_matter(skeleton.what_differs(), skeleton.copy.modules())
+    return recording, changed + skeleton.code.what_differs()
 
 
 def why_other_in_training(model: nn.Module, code: NotedCode) -> str | None:

@@ -187,12 +187,14 @@ WITHOUT_TORCH = {
     "verify": 2,
     "info --nonsense": 2,
 }
-IMPORTED = """
+#: the program, as the command that an installation puts there
+PROGRAM = """
 import sys
-sys.path.insert(0, sys.argv[1])
+root, *sys.argv = sys.argv[1:]
+sys.path.insert(0, root)
 from hf_fastpath.cli.main import main
 try:
-    status = main(sys.argv[2:])
+    status = main(sys.argv[1:])
 except SystemExit as ended:
     status = ended.code
 print(status, *(name for name in ("torch", "transformers", "numpy") if name in sys.modules))
@@ -203,5 +205,16 @@ print(status, *(name for name in ("torch", "transformers", "numpy") if name in s
 def test_cli_answers_at_once(command):
     """Importing torch and transformers takes seconds."""
     root = str(Path(cli.__file__).parents[2])
-    result = subprocess.run([sys.executable, "-c", IMPORTED, root, *command.split()], capture_output=True, text=True)
+    program = [sys.executable, "-c", PROGRAM, root, "hf-fastpath", *command.split()]
+    result = subprocess.run(program, capture_output=True, text=True)
     assert result.stdout.splitlines()[-1:] == [str(WITHOUT_TORCH[command])], result.stderr
+
+
+@pytest.mark.parametrize("torch_first", (False, True))
+def test_importing_the_package_registers_its_ops(torch_first):
+    """Whatever was imported before, ops can be called through ``torch.ops``."""
+    imports = ["import torch", "import hf_fastpath"]
+    code = "; ".join([*(imports if torch_first else imports[::-1]), "print(torch.ops.hf_fastpath.fused_gelu)"])
+    root = str(Path(cli.__file__).parents[2])
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert result.stdout.strip() == "hf_fastpath.fused_gelu", result.stderr

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import CPU, SHORT, counting
+from models import SHORT, counting
 from own_decoders import FACTORS, VOCAB, edit, own_model
+from torch.overrides import TorchFunctionMode
 from transformers import StoppingCriteriaList
 
 import hf_fastpath
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import part as recorded_part
+from hf_fastpath.recording import proof
 
 IDS = torch.randint(3, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
+
+
+class Looking(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
 
 
 @pytest.fixture
@@ -45,7 +52,7 @@ def test_edits_take_effect(place, records):
     is_read_live = "Tensor" in place or place == "HiddenModule"
     seen = []
     try:
-        for value in (1.0, 3.0, 2.0, 3.0, 1.0):
+        for value in (1.0, 3.0, 1.0):
             for model in (stock, ours):
                 edit(model, value)
             records.clear()
@@ -57,7 +64,7 @@ def test_edits_take_effect(place, records):
             if is_read_live and place not in ("OtherTensor", "NumberInTensor"):
                 assert not records, f"{place}: recorded anew, though tensors are read live"
             seen.append((value, expected))
-        assert len({tuple(tokens) for _, tokens in seen}) == 3, "a factor changes nothing, so the test shows nothing"
+        assert len({tuple(tokens) for _, tokens in seen}) == 2, "a factor changes nothing, so the test shows nothing"
     finally:
         edit(ours, 1.0)
 
@@ -86,4 +93,54 @@ def test_edits_between_tokens(place, records):
         assert not records, "values that were there before were recorded anew"
     finally:
         edit(ours, 1.0)
-    assert CPU  # the models are on the CPU
+
+
+def test_what_is_not_proven_is_tried_again(monkeypatch):
+    """A verdict is of the values that the step was recorded with: others have a proof of their own."""
+    ours = hf_fastpath.patch(own_model("InDict"), quiet=True)
+    expected = generated(own_model("InDict"))
+    with monkeypatch.context() as patch:
+        patch.setattr(proof, "difference", lambda *_: 1.0)
+        with counting(ours) as counts:
+            assert ours.generate(IDS, **SHORT)[0].tolist() == expected
+        assert counts.reasons["not_proven"]
+    assert generated(ours, fast=False) == expected  # of these values there is a verdict
+    edit(ours, 3.0)
+    assert generated(ours) != expected
+    edit(ours, 1.0)
+    assert generated(ours, fast=False) == expected
+
+
+def test_lack_of_memory_is_no_verdict(monkeypatch):
+    """An error that says nothing of the model, in the proof or while a step is recorded, is gone with the next call."""
+    expected = generated(own_model("InDict"))
+    for where, name in ((proof, "difference"), (recorded_part, "record")):
+        ours = hf_fastpath.patch(own_model("InDict"), quiet=True)
+        edit(ours, 3.0)
+        edit(ours, 1.0)
+        state_of(ours).plans.clear()
+
+        def fails(*_):
+            raise MemoryError("for this call")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, fails)
+            assert generated(ours, fast=False) == expected
+        assert generated(ours) == expected
+
+
+@pytest.mark.parametrize("adapter", (False, True))
+def test_a_first_call_in_a_passing_state(adapter):
+    """A first call under a mode, or with an adapter, is no reason for the calls behind it."""
+    model = own_model("InDict")
+    ours = hf_fastpath.patch(own_model("InDict"), quiet=True)
+    expected = generated(model)
+    if adapter:
+        edit(ours, 3.0)
+        generated(ours)
+        edit(ours, 1.0)
+    else:
+        with Looking(), counting(ours) as counts:
+            assert ours.generate(IDS, **SHORT)[0].tolist() == expected
+        assert counts.reasons["torch_mode"] and not counts.fast
+    assert generated(ours) == expected
