@@ -87,7 +87,7 @@ def request_reason(part: ModelPart, config: Any) -> str | None:
     size = config.prefill_chunk_size
     if size is None:
         return None
-    states_alone = not part.has_encoder and not any(kind.keys for kind in part.kinds)
+    states_alone = not part.has_encoder and not any(kind.keys for kind in part.config_kinds)
     if states_alone or type(size) is not int or size < 1:  # stock code raises, or has rules of its own
         return Cause("unsupported_input", f"prefill_chunk_size={size!r}")
     return None

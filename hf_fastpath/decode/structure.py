@@ -135,6 +135,11 @@ class ModelPart(Part):
         return tuple(LayerKind(window=window) for window in self.windows)
 
     @property
+    def config_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer that the config tells of holds; nothing is recorded for it."""
+        return self.kinds
+
+    @property
     def attentions(self) -> list[AttentionPart]:
         """Of each layer."""
         return [layer.attention for layer in self.layers]

@@ -116,12 +116,12 @@ class RecordedPart:
     @functools.cached_property
     def kinds(self) -> tuple[compat.LayerKind, ...]:
         """Return what each layer of the cache holds; nothing if a layer holds something that plans know nothing of."""
-        kinds = self._kinds_of_config
+        kinds = self.config_kinds
         # a config may tell of more layers than the decoder has
         return kinds[: len(self.recording(1, 1).windows)] if kinds and self.shape_reason(1, 1) is None else kinds
 
     @functools.cached_property
-    def _kinds_of_config(self) -> tuple[compat.LayerKind, ...]:
+    def config_kinds(self) -> tuple[compat.LayerKind, ...]:
         return tuple(compat.layer_kinds(self.module.config) or ())
 
     @functools.cached_property
@@ -278,7 +278,7 @@ class RecordedPart:
 
     def other_reason(self) -> str | None:
         """Return why nothing is known of what is inside, or None."""
-        if not self._kinds_of_config:
+        if not self.config_kinds:
             return Cause("not_recorded", "its cache holds more than keys, values and states", self.module)
         if self.embedding is None or self.head is None:
             return Cause("not_recorded", "it has no embedding or no head", self.module)
