@@ -55,8 +55,7 @@ REASONS: dict[str, Reason] = {
     "not_proven": Reason(
         "the step that was recorded from the model's own forward, as the model was then, gave other logits than the "
         "model on its first tokens",
-        "nothing to set: another step is recorded and tried once a Python value that the forward reads is another one "
-        "(an adapter, a mode, a setting); if none should matter, report it with the model's name",
+        "nothing to set: it is tried anew when a value changes that the forward reads; else report it",
     ),
     "unsupported_projection": Reason(
         "a projection or a table of embeddings is not exactly torch's or transformers' own, experts are not of their "

@@ -118,7 +118,7 @@ def encoder_width(model: Any) -> int:
         raise ValueError(f"the config of {type(encoder).__name__} has no hidden_size")
     norms = [module for module in encoder.modules() if "norm" in type(module).__name__.lower()]
     weights = [getattr(module, "weight", None) for module in norms]
-    widths = [len(each) for each in weights if isinstance(each, torch.Tensor) and each.dim() == 1]
+    widths = [len(each) for each in weights if isinstance(each, torch.Tensor) and each.dim() == 1 and len(each)]
     return width if width in widths or not widths else widths[-1]
 
 

@@ -60,6 +60,7 @@ class PlanCache:
     def __init__(self) -> None:
         self.family: Family | None = None
         self.snapshot: Snapshot | None = None
+        self._declined: tuple[structure.ModelPart, str] | None = None
         self._looked_at: Snapshot | None = None  # of a recorded model that nobody has asked for a reason
         self._waiting: list[DecodePlan] = []
         self._kept: list[Snapshot] = []  # of recorded models, the last used one first
@@ -82,7 +83,7 @@ class PlanCache:
         """Forget all plans and programs."""
         self._waiting.clear()
         self._kept.clear()
-        self.snapshot = self._looked_at = self._call = None
+        self.snapshot = self._looked_at = self._call = self._declined = None
         self._misses = 0
 
     @contextmanager
@@ -154,7 +155,8 @@ class PlanCache:
         """Return ``model`` in its roles as it is now, or None if it is of no family."""
         last = self.snapshot
         for snapshot in (last, self._looked_at):
-            if snapshot is not None and snapshot.part.source is model and snapshot.holds():
+            is_of_now = snapshot is not None and snapshot.part.source is model and not snapshot.part.is_passing
+            if is_of_now and snapshot.holds():
                 self._misses = 0 if snapshot is last else self._misses
                 snapshot.part.look_again()
                 return snapshot.part
@@ -213,10 +215,13 @@ class PlanCache:
         :meth:`part_of` gives the same part as long as the model stays so."""
         if (snapshot := self._snapshot_with(part)) is not None:
             return snapshot.reason
-        if part.is_recorded and self._misses >= MAX_RECORDINGS:
-            return self._changing(part)
-        reason = part.reason()
-        if reason is None or (part.is_recorded and not part.is_passing):
+        is_changing = part.is_recorded and self._misses >= MAX_RECORDINGS
+        reason = self._changing(part) if is_changing else part.reason()
+        self._declined = None if reason is None else (part, reason)
+        if is_changing or part.is_passing:
+            self._looked_at = None
+            return reason
+        if reason is None or part.is_recorded:
             looked = self._looked_at
             made = looked if looked is not None and looked.part is part else Snapshot(part)
             made.reason = reason
@@ -239,8 +244,8 @@ class PlanCache:
         for a call that stock code makes in any case."""
         if not part.is_recorded:
             return self.reason_of(part)
-        snapshot = self._snapshot_with(part)
-        return None if snapshot is None else snapshot.reason
+        declined = self._declined  # another thread may replace it at any time
+        return declined[1] if declined is not None and declined[0] is part else None
 
     def _snapshot_with(self, part: structure.ModelPart) -> Snapshot | None:
         snapshot = self.snapshot  # another thread may replace it at any time

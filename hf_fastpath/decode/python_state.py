@@ -11,7 +11,7 @@ import enum
 import functools
 import logging
 import types
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter
@@ -181,7 +181,7 @@ class Walk:
         tensors = [(name, self._of_module(tensor)) for each in held for name, tensor in each.items()]
         children = [(name, id(child)) for name, child in space["_modules"].items()]
         hooks = [self.frozen(hook) for hook in compat.hooks_with_effect(space)]
-        self.values[path] = type(module), tensors, children, hooks
+        self.values[f"{path} itself"] = type(module), tensors, children, hooks
         sizes = SIZES_ALONE.get(type(module), ())
         names = [name for name in space if not _is_left_out(name) and name not in sizes]
         for name in names:
@@ -239,7 +239,7 @@ class Walk:
             return copied
         if isinstance(value, dict):
             self.dicts.append(value)
-            inside = [(self.frozen(name, where), self.frozen(each, where)) for name, each in dict.items(value)]
+            inside = [(self.frozen(name, where), self.frozen(each, where)) for name, each in items_of(value)]
             return inside, self._attributes(value, where)
         if isinstance(value, _ROWS):
             if not isinstance(value, (tuple, frozenset)):
@@ -304,6 +304,11 @@ class Walk:
             self.readers.append(read)
             found += [(name, self.frozen(each, where)) for name, each in zip(slots, read())]
         return found
+
+
+def items_of(container: dict) -> Iterable[tuple[Any, Any]]:
+    """Return the items that a dict holds: a subclass may make another value each time that it is asked for one."""
+    return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
 
 
 def _slots(cls: type) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from .. import compat
@@ -36,7 +36,6 @@ def walk_of(part: structure.ModelPart) -> Walk:
     walk = Walk(are_brought=bool(part.sources), host_numbers=device != "cpu")
     walk.enter(model)
     walk.classes()
-    walk.values["angles"] = _facts_of(part)
     configs = walk.configs()
     walk.identities("functions of the configuration", lambda: compat.functions_of_configs(configs))
     if not part.is_recorded:
@@ -76,12 +75,13 @@ class Snapshot:
         self.reason: str | None = None
         self.prompt_programs: dict[tuple, Any] = {}
         self._restless: set[tuple[int, str]] = set()
+        self._facts = _facts_of(part)
         self._take(walk_of(part) if walk is None else walk)
         self._values: Mapping[str, Any] = self._walk.values if part.held is None else part.held.values
 
     def _take(self, walk: Walk) -> None:
         """Know the model by the identities of all that a walk has met."""
-        self._walk, self._watch = walk, Watch(walk, lambda: _facts_of(self.part), self._restless)
+        self._walk, self._watch = walk, Watch(walk, partial(_facts_of, self.part), self._restless)
         self.tensors = frozenset(walk.tensors)
 
     def holds(self) -> bool:
@@ -95,6 +95,8 @@ class Snapshot:
             walk: through the model as it is now.
         """
         found, code = differences(self._values, walk.values), self.part.code
+        if _facts_of(self.part) != self._facts:
+            return ["angles of positions, or weights behind hooks"]
         return found if code is None else [*code.that_matter(found, walk.modules), *code.what_differs()]
 
     def renew(self, walk: Walk) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from .. import compat
-from .python_state import BOOKKEEPING, OF_FUNCTIONS, SIZES_ALONE, Walk
+from .python_state import BOOKKEEPING, OF_FUNCTIONS, SIZES_ALONE, Walk, items_of
 
 #: classes of PyTorch's that only hold others
 _NEVER_CALLED = frozenset({nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict})
@@ -146,5 +146,5 @@ def _values(container: Any) -> Any:
 def _copied(container: Any) -> Any:
     """Return a shallow copy that ``==`` compares with the container."""
     if isinstance(container, dict):
-        return dict(dict.items(container))  # as subclasses may make another value each time that one is asked for
+        return dict(items_of(container))
     return list.copy(container) if isinstance(container, list) else container.copy()

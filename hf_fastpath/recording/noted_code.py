@@ -29,6 +29,10 @@ _TORCH = str(Path(torch.__file__).resolve().parent)
 _PYTHON = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
+#: attributes of modules that PyTorch reads
+_OF_TORCH = frozenset(dir(nn.Module)) | {"forward"}
+
+
 @functools.cache
 def _is_elsewhere(file: str) -> bool:
     """Whether a file is none of PyTorch's, Python's and this package's."""
@@ -160,5 +164,5 @@ class NotedCode:
             *(compat.names_read(code) for code in self._seen.values() if _is_elsewhere(code.co_filename))
         )
         classes = {base for module in modules for base in type(module).__mro__ if base not in nn.Module.__mro__}
-        written = set().union(*map(compat.names_written, classes)) - read
+        written = set().union(*map(compat.names_written, classes)) - read - _OF_TORCH
         return [place for place in places if place.rpartition(".")[2] not in written]

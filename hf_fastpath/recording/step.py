@@ -77,7 +77,7 @@ def _record_with_care(
     return recording, changed + skeleton.code.what_differs()
 
 
-def why_other_in_training(model: nn.Module, code: NotedCode) -> str | None:
+def why_other_in_training(model: nn.Module, code: NotedCode | None = None) -> str | None:
     """Return why a token's step of a model in training is not that of ``model.eval()`` (it draws numbers), or None.
 
     Args:

@@ -92,7 +92,7 @@ def test_layers_that_are_not_on_disk_are_patched(tmp_path, device):
     ours = copy.deepcopy(stock)
     to_disk(ours, tmp_path)
     before = instances(ours)
-    with logged(r"model.layers.1.mlp \(mlp\): offloaded"):
+    with logged(r"mlp: offloaded \(model.layers.1.mlp: LlamaMLP\)"):
         hf_fastpath.patch(ours, quiet=True)
     report = hf_fastpath.report(ours)
     assert report.patched["layer"] == 1 and report.loop == "offloaded"

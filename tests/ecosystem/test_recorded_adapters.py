@@ -39,7 +39,7 @@ def multimodal(name: str) -> tuple[Any, dict[str, Any]]:
 #: name -> (model and inputs, layers that get an adapter)
 MODELS: dict[str, tuple[Callable[[str], tuple], list[str]]] = {
     "glm4": (causal, ["q_proj", "down_proj"]),
-    "deepseek_v2": (causal, ["kv_b_proj", "o_proj"]),
+    "deepseek_v2": (causal, ["o_proj", "kv_a_proj_with_mqa"]),
     "lfm2": (causal, ["in_proj", "w2"]),
     "t5": (encoder_decoder, ["q", "wo"]),
     "bart": (encoder_decoder, ["v_proj", "fc2"]),
@@ -56,8 +56,8 @@ KINDS = {
     "rslora": lambda targets: peft.LoraConfig(
         r=2, lora_alpha=16, target_modules=targets, init_lora_weights=False, use_rslora=True
     ),
-    "loha": lambda targets: peft.LoHaConfig(r=2, alpha=16, target_modules=targets, init_weights=False),
-    "lokr": lambda targets: peft.LoKrConfig(r=2, alpha=16, target_modules=targets, init_weights=False),
+    "loha": lambda targets: peft.LoHaConfig(r=4, alpha=400, target_modules=targets, init_weights=False),
+    "lokr": lambda targets: peft.LoKrConfig(r=4, alpha=100, target_modules=targets, init_weights=False),
     "ia3": lambda targets: peft.IA3Config(
         target_modules=targets, feedforward_modules=targets[1:], init_ia3_weights=False
     ),
