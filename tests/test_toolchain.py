@@ -90,10 +90,13 @@ def torch_of(folder: Path, **facts: str | None) -> Path:
 
 
 def test_torch_is_found_without_importing_it():
-    code = "import sys; from hf_fastpath.native import toolchain; print(toolchain.find_torch()); "
+    code = (
+        "import sys, types; sys.modules['recipe'] = made = types.ModuleType('recipe'); made.__path__ = sys.argv[1:]; "
+    )
+    code += "from recipe.native import toolchain; print(toolchain.find_torch()); "
     code += "print('torch' in sys.modules, toolchain.torch_facts(toolchain.find_torch())['__version__'])"
-    command = [sys.executable, "-c", code]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+    command = [sys.executable, "-c", code, str(ROOT / "hf_fastpath")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     import torch
 
     assert Path(said[0]) == Path(torch.__file__).parent and said[1] == f"False {torch.__version__}"

@@ -8,6 +8,7 @@ are looked at as a whole (``compat.replaced_functions``).
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import sysconfig
 import types
@@ -29,6 +30,8 @@ _TORCH = str(Path(torch.__file__).resolve().parent)
 _PYTHON = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
+#: packages whose names are not looked up in code that reads names of them
+_LEFT_OUT = sys.stdlib_module_names | {"torch", "hf_fastpath"}
 #: attributes of modules that PyTorch reads
 _OF_TORCH = frozenset(dir(nn.Module)) | {"forward"}
 
@@ -65,12 +68,15 @@ class NotedCode:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note which code runs in this thread, for the length of a ``with`` block."""
-        before = sys.getprofile()
+        before, collects = sys.getprofile(), gc.isenabled()
+        gc.disable()  # callbacks of the garbage collector are no code of the model's
         sys.setprofile(self._hear)
         try:
             yield
         finally:
             sys.setprofile(before)
+            if collects:
+                gc.enable()
         if self._error is not None:
             raise self._error
 
@@ -100,7 +106,7 @@ class NotedCode:
         for name in found:
             value = space[name]
             if isinstance(value, types.ModuleType):
-                if value.__name__.partition(".")[0] not in ("torch", "hf_fastpath"):
+                if value.__name__.partition(".")[0] not in _LEFT_OUT:
                     self._note(value.__name__, vars(value), names)
             elif isinstance(value, type):
                 self._note_class(value, names)

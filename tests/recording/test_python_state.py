@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from models import SHORT, counting
@@ -144,3 +146,25 @@ def test_a_first_call_in_a_passing_state(adapter):
             assert ours.generate(IDS, **SHORT)[0].tolist() == expected
         assert counts.reasons["torch_mode"] and not counts.fast
     assert generated(ours) == expected
+
+
+def test_code_beside_the_models_does_not_matter():
+    """Callbacks of the garbage collector, which tools install, run in any code; so may hooks of imports."""
+    called = []
+
+    def callback(phase, info):
+        called.append(phase)
+        globals()["CALLED"] = len(called)
+
+    gc.callbacks.append(callback)
+    before = gc.get_threshold()
+    gc.set_threshold(50, 5, 5)
+    try:
+        ours = hf_fastpath.patch(own_model("InDict"), quiet=True)
+        assert generated(ours) == generated(own_model("InDict"))
+        edit(ours, 3.0)
+        generated(ours)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(callback)
+    assert called
