@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that are marked ``full``, unless asked for; pytest says how many these are."""
+    """Leave out tests that are marked ``full``, and all but each n-th case of those that are marked ``every(n)``, unless
+    all are asked for; pytest says how many these are."""
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
+    seen: Counter[tuple[str, str]] = Counter()
+    for item in items:
+        if (every := item.get_closest_marker("every")) is not None and item not in set(left_out):
+            test = str(item.path), item.originalname
+            if seen[test] % every.args[0]:
+                left_out.append(item)
+            seen[test] += 1
     items[:] = [item for item in items if item not in set(left_out)]
     config.hook.pytest_deselected(items=left_out)
 

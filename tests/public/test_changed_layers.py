@@ -165,6 +165,7 @@ def test_changed_before_patch(name, edit):
     check(stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @over((*LISTED, "glm4", "bart"))
 def test_changed_between_calls(name, edit):
@@ -190,6 +191,7 @@ def test_a_cache_of_the_users_own(name, edit):
         assert found == expected and (cache is own or isinstance(found, str))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("order", ((0,), (1,), (0, 1), (1, 0)), ids=str)
 @pytest.mark.parametrize("part", ("layer", "layer elsewhere", "attention", "mlp", "norm", "decoder", "head"))
 @pytest.mark.parametrize("name", ("llama", "glm4"))

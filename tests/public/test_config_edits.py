@@ -82,6 +82,7 @@ def cases() -> list:
     ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("family", "entries", "when"), cases())
 def test_shapes_are_those_of_modules(family, entries, when, device):
     require_native(device)

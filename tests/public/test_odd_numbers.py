@@ -70,6 +70,7 @@ def over(names: tuple[str, ...]) -> Any:
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in zip(names, full)])
 
 
+@pytest.mark.every(2)
 @over((*LISTED, *RECORDED))
 def test_numbers_that_change(name):
     stock = small(name)
@@ -103,6 +104,7 @@ FACTORS = (
 )
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("implementation", ("sdpa", "eager"))
 @pytest.mark.parametrize("value", (None, 0, 0.0, -1.5, 2, 3.0), ids=repr)
 @pytest.mark.parametrize(("name", "entry"), FACTORS)

@@ -120,6 +120,7 @@ WORKS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", WORKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_works_as_stock_does_with_these_layers(family, name):
@@ -141,6 +142,7 @@ def test_works_as_stock_does_with_these_layers(family, name):
     assert len(others) == (name == "a new head") and not packed_in(model)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_casts(family, dtype):
