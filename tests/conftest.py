@@ -34,8 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that are marked ``full``, and all but each n-th case of those that are marked ``every(n)``, unless
-    all are asked for; pytest says how many these are."""
+    """Leave out tests that are marked ``full``, and all but each n-th case of those marked ``every(n)``, unless all are
+    asked for; pytest says how many these are."""
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
