@@ -103,8 +103,9 @@ class Snapshot:
         """Know the model by the objects that it holds now, whose values are what they were."""
         self._restless |= walk.attributes(differences(self._values, walk.values))  # which do not matter
         self._take(walk)
-        self.prompt_programs = {}
-        vars(self).pop("fingerprint", None)
+        before = vars(self).pop("fingerprint", None)
+        if self.fingerprint != before:  # what programs read is elsewhere
+            self.prompt_programs = {}
 
     @cached_property
     def fingerprint(self) -> tuple:
