@@ -58,7 +58,7 @@ _SHARED = (
 )
 #: functions that these modules name and no forward calls
 _NEVER_CALLED = frozenset({"compile", "load", "save", "__repr__", "__deepcopy__", "__reduce_ex__"})
-#: how namespaces were, and which of their functions are not PyTorch's: (name, function), or None if not looked at yet
+#: namespaces and how they were, and which functions in them are not PyTorch's: (namespace, name, function)
 _seen: list[tuple[Any, dict[str, Any]]] = []
 _replaced: list[tuple[str, str, Any]] = []
 

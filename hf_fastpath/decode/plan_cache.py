@@ -164,13 +164,10 @@ class PlanCache:
         if self.family is None:
             return None
         made = self.family.model_part(model)
-        walk = walk_of(made) if made is not None and made.held is None else getattr(made, "held", None)
-        found = self._kept_like(made, last, walk)
+        found = None if made is None else self._kept_like(made, last)
         if found is None:
-            if (
-                made is not None and made.is_recorded
-            ):  # else calls that nobody asks for a reason record it anew each time
-                self._looked_at = Snapshot(made, walk)
+            if made is not None and made.is_recorded:  # else calls that ask for no reason record it anew each time
+                self._looked_at = Snapshot(made, made.held)
             return made
         self._misses, self.snapshot = 0, found
         found.part.look_again()
@@ -189,17 +186,17 @@ class PlanCache:
             self._call = call, part
         return part
 
-    def _kept_like(self, made: structure.ModelPart | None, last: Snapshot | None, walk: Any) -> Snapshot | None:
+    def _kept_like(self, made: structure.ModelPart, last: Snapshot | None) -> Snapshot | None:
         """Return what is known of a model whose values are those that ``made`` has just found, or None.
 
         Args:
             last: the snapshot of the model before, which may differ in objects that are equal.
-            walk: through the model as it is.
         """
         with self.lock:
             kept = self._kept or [each for each in (last,) if each is not None]
-        if made is None:
+        if not kept:
             return None
+        walk = walk_of(made) if made.held is None else made.held
         for snapshot in kept:
             if snapshot.part.source is made.source and not snapshot.what_differs(walk):
                 snapshot.renew(walk)

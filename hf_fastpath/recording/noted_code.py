@@ -2,7 +2,7 @@
 
 Guarded by value is what code of the model's and of transformers' finds under the names of its globals: numbers, flags,
 containers, objects, functions with what they enclose, entries of classes and of other modules. PyTorch's own functions
-are looked at as a whole (``compat.replaced_functions``).
+are looked at as a whole (``compat.replaced_function``).
 """
 
 from __future__ import annotations
@@ -96,38 +96,33 @@ class NotedCode:
         except Exception as error:  # an exception in here would end the noting
             self._error = error
 
-    def _note(self, where: str, space: Mapping[str, Any], names: Iterable[str], others: Iterable[str] = ()) -> None:
-        """Note what ``names`` of a namespace stand for; ``others`` are looked for in modules and classes among them."""
-        known = self._noted.setdefault(id(space), set())
-        names = list(names)
-        found = [name for name in names if name in space and name not in known]
-        known.update(found)
-        data = []
-        for name in found:
+    def _note(self, where: str, space: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Note what ``names`` of a namespace stand for, and what they stand for in modules and classes among these."""
+        for name in self._take(where, space, names):
             value = space[name]
             if isinstance(value, types.ModuleType):
                 if value.__name__.partition(".")[0] not in _LEFT_OUT:
                     self._note(value.__name__, vars(value), names)
             elif isinstance(value, type):
                 self._note_class(value, names)
-            data.append(name)
-        if data:
-            self._spaces.append((where, space, data))
-            self._walk.names(where, space, data)
 
-    def _note_class(self, cls: type, names: list[str]) -> None:
+    def _take(self, where: str, space: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+        """Freeze what ``names`` of a namespace stand for; return those that are new."""
+        known = self._noted.setdefault(id(space), set())
+        found = [name for name in names if name in space and name not in known]
+        known.update(found)
+        if found:
+            self._spaces.append((where, space, found))
+            self._walk.names(where, space, found)
+        return found
+
+    def _note_class(self, cls: type, names: Iterable[str]) -> None:
         """Note entries of a class that code may read by its name."""
         for base in cls.__mro__[:-1]:
             home = base.__module__.partition(".")[0]
             if home not in ("torch", "builtins", "hf_fastpath") and not issubclass(base, nn.Module):
-                space = vars(base)
-                known = self._noted.setdefault(id(space), set())
-                found = [name for name in names if name in space and name not in known and not name.startswith("__")]
-                known.update(found)
-                if found:
-                    where = f"{base.__module__}.{base.__qualname__}"
-                    self._spaces.append((where, space, found))
-                    self._walk.names(where, space, found)
+                own = (name for name in names if not name.startswith("__"))
+                self._take(f"{base.__module__}.{base.__qualname__}", vars(base), own)
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
