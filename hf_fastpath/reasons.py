@@ -52,6 +52,10 @@ REASONS: dict[str, Reason] = {
         "eight are kept",
         "set the value that is named to one of a few, or make it a tensor that is edited in place",
     ),
+    "text_length": Reason(
+        "a step of the model differs with the length of the text in a way that could not be written down",
+        "nothing to set: it belongs to the model's code, at the line that is named; shorter texts may be fast",
+    ),
     "not_proven": Reason(
         "the step that was recorded from the model's own forward, as the model was then, gave other logits than the "
         "model on its first tokens",

@@ -167,12 +167,12 @@ from .quantizers import (
     quantization_methods,
     should_convert_module,
 )
+from .recording_cache import RecordingCache
 from .seams import (
     CONVERT,
     EXPAND,
     LAYER_INDEX,
     ExpertStacks,
-    RecordingCache,
     ask_for_plain_functions,
     ask_for_seams,
     attentions_of_streams,
@@ -183,6 +183,7 @@ from .seams import (
     forward_over,
     gathered_experts,
     install_seams,
+    is_mask_function,
     linears_beside_experts,
     loops_over_experts,
     mask_sees,

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 from transformers.integrations.moe import (
     ALL_EXPERTS_FUNCTIONS,
     _default_apply_gate,
     batched_mm_experts_forward,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .caches import CACHE, LayerKind, LinearAttentionLayer, layer_kinds, made_layer
+from .caches import CACHE
 from .encoders import encoder_output, has_encoder, text_cache, text_name
 from .generation import GenerationMixin, inputs_behind
 from .models import is_multimodal
@@ -148,107 +148,22 @@ def _takes_padding(kind: type[nn.Module]) -> bool:
     return list(inspect.signature(kind.forward).parameters)[2:] == [_PADDING]
 
 
-class RecordingCache(Cache):
-    """A cache whose layers pass keys and values on to ``append(k, v, layer)``, and keep states as transformers' own
-    layers do.
+def mask_sees(
+    mask_function: Callable[..., Any], queries: torch.Tensor, keys: torch.Tensor, index: Any = None
+) -> torch.Tensor:
+    """Return bool [queries, keys]: whether a mask function of transformers lets a query see a key, both by position.
 
     Args:
-        config: the config of the model.
-        append: takes new keys, new values and the index of the layer; returns all keys and values.
-
-    Attributes:
-        kinds: what each layer holds.
-
-    Raises:
-        ValueError: the model has layers that hold something else than keys, values and states.
+        index: of the sequence and of the head; 0 by default.
     """
-
-    def __init__(self, config: Any, append: Callable[..., Any]):
-        kinds = layer_kinds(config)
-        if kinds is None:
-            raise ValueError("a cache that holds more than keys, values and states")
-        self.kinds = kinds
-        super().__init__(layers=[_recording_layer(index, kind, append) for index, kind in enumerate(kinds)])
-
-    def keep(self, count: int) -> None:
-        """Leave out all layers but the first ``count``: a config may tell of more layers than its decoder has."""
-        self.kinds = self.kinds[:count]
-        del self.layers[count:]
-
-    def claim(self, length: int) -> None:
-        """Say from now on that ``length`` tokens are held."""
-        for layer, kind in zip(self.layers, self.kinds):
-            if kind.keys:
-                layer.length = length
-
-    def states(self) -> list[list[torch.Tensor]]:
-        """Return the states of each layer that a forward has made so far: windows of convolutions, recurrent states."""
-        found = []
-        for layer, kind in zip(self.layers, self.kinds):
-            both = [*layer.conv_states.values(), *layer.recurrent_states.values()] if kind.states else []
-            found.append([state for state in both if state is not None])
-        return found
-
-    def copy_states(self, first: int, other: int) -> None:
-        """Let the layer ``other`` hold states like those of the layer ``first``."""
-        if self.kinds[first].states:
-            held = {name: value for name, value in vars(self.layers[first]).items() if name not in ("index", "_append")}
-            vars(self.layers[other]).update(_alike(held))
-
-
-def _alike(value: Any) -> Any:
-    """Return ``value`` with a new tensor in the place of each tensor in it."""
-    if isinstance(value, torch.Tensor):
-        return value.new_empty_strided(value.size(), value.stride())
-    return {name: _alike(each) for name, each in value.items()} if isinstance(value, dict) else value
-
-
-class _RecordingLayer(CacheLayerMixin):
-    is_compileable = False
-    is_croppable = False
-
-    def __init__(self, index: int, window: int | None, append: Callable[..., Any]):
-        CacheLayerMixin.__init__(self)
-        self.index, self.length, self._append = index, 0, append
-        self.is_sliding, self.sliding_window = window is not None, window
-        self.is_initialized = True
-
-    def lazy_initialization(self, *states: torch.Tensor) -> None:
-        pass
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._append(key_states, value_states, self.index)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def __deepcopy__(self, memo: dict) -> _RecordingLayer:
-        raise NotImplementedError("a layer of the cache is copied")
-
-
-class _RecordingBoth(LinearAttentionLayer, _RecordingLayer):
-    def __init__(self, index: int, kind: LayerKind, append: Callable[..., Any]):
-        LinearAttentionLayer.__init__(self, kind.states)
-        _RecordingLayer.__init__(self, index, kind.window, append)
-
-
-def _recording_layer(index: int, kind: LayerKind, append: Callable[..., Any]) -> Any:
-    if not kind.keys:
-        return made_layer(kind)
-    return _RecordingBoth(index, kind, append) if kind.states else _RecordingLayer(index, kind.window, append)
-
-
-def mask_sees(mask_function: Callable[..., Any], queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return bool [queries, keys]: whether a mask function of transformers lets a query see a key, both by position."""
-    zero = torch.zeros((), dtype=torch.long)
-    seen = mask_function(zero, zero, queries[:, None], keys[None, :])
+    index = torch.zeros((), dtype=torch.long) if index is None else index
+    seen = mask_function(index, index, queries[:, None], keys[None, :])
     return torch.as_tensor(seen).expand(len(queries), len(keys))
+
+
+def is_mask_function(function: Any) -> bool:
+    """Whether a function is of transformers' masks, whatever functions it calls."""
+    return getattr(function, "__module__", None) == create_causal_mask.__module__
 
 
 def with_held(mask_function: Callable[..., Any], held: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:

@@ -18,7 +18,6 @@ import torch
 from .. import compat
 from ..cache.encoder_decoder import for_stock
 from ..cache.fastpath_cache import FastpathCache
-from ..ops.decode_attention import MAX_QUERY_LEN
 from ..reasons import Cause
 from . import acceptance, prompt
 from .calls import (
@@ -63,7 +62,8 @@ def decode(
     generator, ranks = None, None if part is None else part.ranks
     if reason is None and ranks is not None and runs_users_code(logits_processor, stopping_criteria, streamer):
         reason = Cause("generation_mode", "drafts and code of the user's own, for a model spread over processes")
-    reason = reason or part.shape_reason(1, MAX_QUERY_LEN)
+    longest = input_ids.shape[1] if stopping_criteria.max_length is None else stopping_criteria.max_length
+    reason = reason or part.drafts_reason(min(input_ids.shape[1], longest) - 1, longest)
     if reason is None:
         known = assistant_tokenizer is None and input_ids.shape[0] == 1
         if known and stopping_criteria.max_length is not None:

@@ -41,7 +41,24 @@ def step_aside_reason(
     known = part.computed_positions if reason is None else None
     if known is not None and (config.max_length or 0) > known:
         reason = Cause("position_ids", f"max_length is {config.max_length}, the model's table has {known} positions")
-    return reason or _pad_token_reason(part, config, len(input_ids)), behind
+    reason = reason or _pad_token_reason(part, config, len(input_ids))
+    return reason or _length_reason(state, part, text, config, model_kwargs), behind
+
+
+def _length_reason(
+    state: Patched, part: ModelPart, input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]
+) -> Cause | None:
+    """Return why steps of some length of this text are not known, or None."""
+    if not part.is_recorded or not part.by_length.is_bounded(len(input_ids)):
+        return None
+    text = compat.text_arguments(model_kwargs)
+    first = multimodal.prompt_shape(input_ids, text)[1]
+    mask, cache = text.get("attention_mask"), text[compat.CACHE]
+    first = max(first, cache.get_seq_length() + 1, 0 if mask is None or part.has_encoder else mask.shape[-1])
+    end = first + max(1, (config.max_length or input_ids.shape[1]) - input_ids.shape[1])
+    output = model_kwargs.get("encoder_outputs") if part.has_encoder else None
+    encoded = None if output is None else output[0].shape[1]
+    return part.by_length.reason(state.plans, len(input_ids), first, end, encoded)
 
 
 def text_of(part: ModelPart | None, input_ids: torch.Tensor, model_kwargs: dict) -> torch.Tensor:

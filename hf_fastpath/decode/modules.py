@@ -75,7 +75,9 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
     """Return why calling ``module`` does more than its class's forward, or None. ``home``: see ``is_known_code``."""
     if (hook := hook_of(module)) is not None:
         return Cause(function_code(hook) or "hooks", f"hook {name_of(hook)}", module)
-    if not is_known_code(type(module).forward, home):
+    forward = type(module).forward
+    owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    if not is_known_code(forward, home) and not is_known_code(forward, owner.__module__):
         return Cause("class_forward", f"forward is {name_of(type(module).forward)}", module)
     override = module.__dict__.get("forward")
     if override is None:

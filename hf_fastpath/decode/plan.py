@@ -23,7 +23,7 @@ from .encoded import Encoded, EncodedMemory
 from .fetch import program_of
 from .graph import capture, random_numbers_in_turn
 from .named_calls import Register, Step
-from .plan_memory import PlanMemory
+from .plan_memory import PlanMemory, like
 from .positions import Positions
 from .rank_calls import COLLECTIVES
 from .stages import Stages
@@ -102,7 +102,7 @@ class DecodePlan:
             self.memory = {device: PlanMemory.of(part, device, *sizes) for device in part.devices}
             self.program = Stages(part, self.device) if len(self.memory) > 1 else program_of(part, self.device)
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
-            self.states = [[_like(each) for each in found] for found in part.states(batch)]
+            self.states = [list(map(like, found)) for found in part.states(batch)]
             #: tables of what is added to scores, each with the memory where the program reads it
             self._biases = [(each, each.memory(self.device)) for each in part.biases(batch)]
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
@@ -293,6 +293,10 @@ class DecodePlan:
         last = min(run.first + run.count - position for run, position in zip(runs, positions))
         return range(length + first, length + last + 1)
 
+    def next_positions(self) -> torch.Tensor:
+        """Return int64 [batch], position ids of the next tokens."""
+        return torch.tensor(self._ahead, device=self.device) + self.cache.get_seq_length()
+
     def has_positions(self) -> bool:
         """Whether the model knows the positions of the next step."""
         learned = _ANY_LENGTH if self._learned is None else self._learned
@@ -392,8 +396,3 @@ class DecodePlan:
         done, self.on_end = self.on_end, None
         if done is not None:
             done(self)
-
-
-def _like(fact: torch.Tensor) -> torch.Tensor:
-    """Memory for a tensor of the shape, strides, dtype and device of ``fact``."""
-    return torch.empty_strided(fact.shape, fact.stride(), dtype=fact.dtype, device=fact.device)

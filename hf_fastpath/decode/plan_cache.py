@@ -15,6 +15,7 @@ from ..reasons import Cause
 from . import structure
 from .draft_plan import WIDTHS, DraftPlan
 from .plan import DecodePlan
+from .plan_by_length import PlanByLength
 from .snapshot import Snapshot, walk_of
 
 #: decode plans kept for one model; they differ in batch size, KV type and the way to choose tokens
@@ -113,6 +114,13 @@ class PlanCache:
 
         A plan is made if other calls use those that fit, or the model's parameters have moved since.
         """
+        if part.is_recorded and part.by_length.is_bounded(batch):
+            make = lambda each: self.plan_of(each, batch, cache, sampled)  # noqa: E731
+            return PlanByLength(part, self.fingerprint_of(part), batch, cache.get_seq_length(), make)
+        return self.plan_of(part, batch, cache, sampled)
+
+    def plan_of(self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
+        """Do as :meth:`decode_plan`, for the lengths of the text that ``part`` serves."""
         key = batch, cache.stored_dtype, sampled, cache.page_sizes
         fits = lambda plan: (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, DecodePlan, fits, lambda: DecodePlan(part, *key))
@@ -139,7 +147,9 @@ class PlanCache:
     def _drop_plans(self, fingerprint: tuple, taken: DecodePlan | None = None) -> None:
         """Keep the waiting plans of the model as it is, but the one that is taken, and those of recordings that are
         kept; what other plans hold of the host's memory is needed now."""
-        fingerprints = {fingerprint, *(each.fingerprint for each in self._kept if not each.part.sources)}
+        kept = [each for each in self._kept if not each.part.sources]
+        of_lengths = (other for each in kept for other in each.part.by_length.fingerprints())
+        fingerprints = {fingerprint, *(each.fingerprint for each in kept), *of_lengths}
         self._waiting = [plan for plan in self._waiting if plan.fingerprint in fingerprints and plan is not taken]
 
     def _take_back(self, plan: DecodePlan) -> None:

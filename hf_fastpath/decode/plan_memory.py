@@ -66,3 +66,8 @@ class PlanMemory:
                 k, v, *others = (buffer.data_ptr() for buffer in layer.buffers if buffer is not None)
                 rows.append([k, v, layer.capacity, *others])
             table.copy_(torch.tensor(rows, dtype=torch.long, device="cpu"))
+
+
+def like(fact: torch.Tensor) -> torch.Tensor:
+    """Return memory for a tensor of the shape, strides, dtype and device of ``fact``."""
+    return torch.empty_strided(fact.shape, fact.stride(), dtype=fact.dtype, device=fact.device)

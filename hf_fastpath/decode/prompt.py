@@ -224,7 +224,7 @@ def read_turn(
     # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
     if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):
         return None
-    if not _continues(cache, prompt) or part.shape_reason(1, MAX_QUERY_LEN) is not None:
+    if not _continues(cache, prompt) or part.drafts_reason(past, past + 1) is not None:
         return None
     tokens, positions = torch.cat((prompt.tokens, prompt.positions)).tolist()
     if positions != list(range(positions[0], positions[0] + count)):

@@ -121,6 +121,10 @@ class ModelPart(Part):
         """Return None: a described step takes any number of sequences and tokens that kernels take."""
         return None
 
+    def drafts_reason(self, first: int, end: int) -> str | None:
+        """Return None: a described step of several tokens is that of any length."""
+        return None
+
     def proof_reason(self, plans: Any, batch: int) -> str | None:
         """Return None: nothing about a described step has to be proven."""
         return None

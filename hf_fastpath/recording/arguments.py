@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from .. import compat
 from ..decode.named_calls import Call
 from .recording import OwnPadding, Unrecordable, read_by, registers_in
-from .skeleton import Skeleton, past_tokens
+from .skeleton import Skeleton
 from .step import record
 
 #: values that decide which way a forward takes, and hold nothing else
@@ -56,11 +55,8 @@ def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) ->
 def hides_other_places(skeleton: Skeleton) -> str | None:
     """Return why padding is not where the mask of the text that a step is given has it, or None: a line makes a mask of
     its own for the cache, or attention is given none."""
-    past = past_tokens(skeleton.model.config)
-    with torch.inference_mode(False), skeleton.mode:
-        mask = torch.ones(1, past + 1, dtype=torch.long, device=skeleton.device)
     try:
-        record(skeleton, 1, 1, {compat.text_name(skeleton.copy, "attention_mask"): mask})
+        record(skeleton, 1, 1, with_mask=True)
     except OwnPadding as error:
         return str(error)
     except Unrecordable:  # a mask that is looked at takes other ways, which say nothing of the cache

@@ -1,4 +1,4 @@
-"""Errors that say nothing of a model."""
+"""Errors of recording, and errors that say nothing of a model."""
 
 from __future__ import annotations
 
@@ -6,3 +6,23 @@ import torch
 
 #: there may be more memory next time
 OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
+
+
+class Unrecordable(Exception):
+    """A step that cannot be written down as a list of calls; the message says which line did it.
+
+    Attributes:
+        code: of the reason for stock code.
+    """
+
+    code = "not_recorded"
+
+
+class Misspread(Unrecordable):
+    """A step of a model whose ranks compute something else than the model does."""
+
+    code = "sharded"
+
+
+class OwnPadding(Unrecordable):
+    """A step that hides other places of a cache than those that its mask of the text says."""

@@ -21,6 +21,7 @@ from ..quantization.linear import PackedLinear
 from . import marks
 from .recorder import Recorder
 from .recording import Span, Unrecordable
+from .text_lengths import computed, known
 
 _aten = torch.ops.aten
 
@@ -33,6 +34,11 @@ _FILLED = {
     **dict.fromkeys((_aten.zeros_like.default, _aten.new_zeros.default), 0),
     **dict.fromkeys((_aten.ones_like.default, _aten.new_ones.default), 1),
     **dict.fromkeys((_aten.full_like.default, _aten.new_full.default), None),
+}
+#: calls with a number -> the same with a tensor, of a number that is made of the text's length
+_WITH_NUMBERS = {each: each for each in (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)}
+_WITH_NUMBERS |= {
+    getattr(_aten, name).Scalar: getattr(_aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 #: calls that draw random numbers
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "multinomial", "uniform_")
@@ -49,7 +55,8 @@ class Functions(TorchFunctionMode):
         hears = sys.getprofile()  # of the model's code; inside of PyTorch's, that would take as long as all else
         sys.setprofile(None)
         try:
-            return self._note(func, args, kwargs or {})
+            with self._recorder.noting_refusals():
+                return self._note(func, args, kwargs or {})
         finally:
             sys.setprofile(hears)
 
@@ -126,7 +133,11 @@ class Dispatch(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        with self._recorder.noting_refusals():
+            return self._note(func, args, kwargs or {})
+
+    def _note(self, func, args, kwargs):
+        out = func(*args, **kwargs)
         recorder = self._recorder
         if recorder.silent:
             return out
@@ -138,16 +149,46 @@ class Dispatch(TorchDispatchMode):
             return out  # a number that was known
         if any(word in func._schema.name for word in _RANDOM):
             raise Unrecordable(f"{func} draws random numbers")
-        arguments = by_name(func, args, kwargs or {})
+        arguments = by_name(func, args, kwargs)
         if func in _FILLED:
             number = _FILLED[func] if _FILLED[func] is not None else arguments["fill_value"]
             how = dict(dtype=out.dtype, device=out.device)
             func, arguments = _aten.full.default, by_name(_aten.full.default, (list(out.shape), number), how)
+        recorder.trace.append((func, args, kwargs))
+        if (number := _number_of_length(recorder, func, arguments, out)) is not None:
+            with self, recorder.without_trace():
+                return _computed(recorder, func, arguments, number, out)
         if func._schema.is_mutable:
             recorder.write(func, arguments, args[0], out)
         else:
             recorder.emit(func, arguments, out)
         return out
+
+
+def _number_of_length(recorder: Recorder, func: Any, arguments: dict[str, Any], out: Any) -> Any:
+    """Return the number made of the text's length with which a call computes; None if it is computed otherwise."""
+    if func not in _WITH_NUMBERS and func is not _aten.full.default:
+        return None
+    number = known(arguments["other" if func in _WITH_NUMBERS else "fill_value"])
+    is_counted = func in (_aten.add.Tensor, _aten.mul.Tensor) and recorder.lengths.counts_tokens(number)
+    is_left = is_counted and not out.is_floating_point()  # passes look for these
+    return number if recorder.lengths.is_made_of(number) and not is_left else None
+
+
+def _computed(recorder: Recorder, func: Any, arguments: dict[str, Any], number: Any, out: torch.Tensor) -> torch.Tensor:
+    """Note a call with a number that is made of the text's length, which is computed in every step."""
+    with recorder.quiet():
+        place = torch.empty(1, dtype=torch.int64, device=out.device)
+    recorder.emit(marks.text_positions, {"query_len": 1}, place)
+    number = computed(number.formula, recorder.lengths.values(_aten.select.int(place, 0, 0)))
+    if func is _aten.full.default:
+        return _aten.clone.default(_aten.expand.default(number.to(out.dtype), list(out.shape)))
+    if out.dtype == torch.bool:
+        return _WITH_NUMBERS[func](arguments["self"], number)
+    # as PyTorch computes with numbers, which it takes in float32 beside tensors of 16 bits
+    wide = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
+    alpha = {name: value for name, value in arguments.items() if name == "alpha"}
+    return _WITH_NUMBERS[func](arguments["self"].to(wide), number.to(wide), **alpha).to(out.dtype)
 
 
 def _same(recorder: Recorder, given: torch.Tensor, out: torch.Tensor) -> None:

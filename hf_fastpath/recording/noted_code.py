@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mpmath
+import sympy
 import torch
 from torch import nn
 
@@ -24,9 +26,12 @@ from .. import compat
 from ..decode.python_state import Walk
 from ..decode.snapshot import differences
 from ..decode.watch import Watch
+from .first_uses import FirstUses
 
 _OWN = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
+#: where PyTorch has the formulas of lengths, see text_lengths
+_FORMULAS = tuple(str(Path(each.__file__).resolve().parent) for each in (sympy, mpmath))
 _PYTHON = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
@@ -36,10 +41,19 @@ _LEFT_OUT = sys.stdlib_module_names | {"torch", "hf_fastpath"}
 _OF_TORCH = frozenset(dir(nn.Module)) | {"forward"}
 
 
+def _profile_again(profiler: Any) -> None:
+    """Let a profiler of this thread go on: a function, or cProfile's object, which is no function."""
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    elif callable(enable := getattr(profiler, "enable", None)):
+        sys.setprofile(None)
+        enable()
+
+
 @functools.cache
 def _is_elsewhere(file: str) -> bool:
     """Whether a file is none of PyTorch's, Python's and this package's."""
-    if file.startswith((_OWN, _TORCH, "<frozen")):
+    if file.startswith((_OWN, _TORCH, *_FORMULAS, "<frozen")):
         return False
     return not file.startswith(_PYTHON) or "site-packages" in file
 
@@ -48,6 +62,7 @@ class NotedCode:
     """The code that ran while steps of one model were recorded.
 
     Attributes:
+        first_uses: notes what code may fill when it runs first; or None.
         values: where a name is -> what it stood for when the code was first seen, frozen.
     """
 
@@ -57,6 +72,7 @@ class NotedCode:
         self._spaces: list[tuple[str, Mapping[str, Any], list[str]]] = []
         self._walk = Walk()
         self._watch: Watch | None = None
+        self.first_uses: FirstUses | None = None
         self._error: Exception | None = None
 
     @property
@@ -74,7 +90,7 @@ class NotedCode:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            _profile_again(before)
             if collects:
                 gc.enable()
         if self._error is not None:
@@ -91,6 +107,8 @@ class NotedCode:
             return
         try:
             space = frame.f_globals
+            if self.first_uses is not None:
+                self.first_uses.note(space.get("__name__", code.co_filename), space, space)
             self._note(space.get("__name__", code.co_filename), space, code.co_names)
             self._watch = None
         except Exception as error:  # an exception in here would end the noting
@@ -114,6 +132,8 @@ class NotedCode:
         if found:
             self._spaces.append((where, space, found))
             self._walk.names(where, space, found)
+            if self.first_uses is not None:
+                self.first_uses.follow(self._walk)
         return found
 
     def _note_class(self, cls: type, names: Iterable[str]) -> None:
@@ -123,6 +143,12 @@ class NotedCode:
             if home not in ("torch", "builtins", "hf_fastpath") and not issubclass(base, nn.Module):
                 own = (name for name in names if not name.startswith("__"))
                 self._take(f"{base.__module__}.{base.__qualname__}", vars(base), own)
+
+    def asks_for_types(self) -> bool:
+        """Whether code that is no package's may have asked whether something is an ``int``."""
+        theirs = (code for code in self._seen.values() if _is_elsewhere(code.co_filename))
+        own = (code.co_names for code in theirs if "/transformers/" not in code.co_filename)
+        return any("int" in names and not {"isinstance", "type", "issubclass"}.isdisjoint(names) for names in own)
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
 

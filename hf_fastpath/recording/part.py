@@ -17,12 +17,13 @@ from ..decode.program import Program
 from ..decode.python_state import Walk
 from ..decode.ranks import Ranks
 from ..decode.structure import MAX_BATCH
+from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache
-from ..ops.queries import takes_head_dim
 from ..reasons import Cause, class_name
 from . import marks
 from .arguments import described, hides_other_places, why_it_matters
+from .by_length import ByLength
 from .dry_run import dry_run
 from .errors import OUT_OF_MEMORY
 from .family import Recorded
@@ -35,7 +36,7 @@ from .position_tables import PositionTable, position_tables
 from .proof import reason_against
 from .recording import BiasTable, Recording, Unrecordable
 from .step import record, why_other_in_training
-from .tensors import tensors_reason
+from .tensors import sizes_reason, tensors_reason
 
 
 class RecordedPart:
@@ -49,6 +50,8 @@ class RecordedPart:
         token_shape: () or, of several tokens at a position of the text, their number.
         verdict: what the model's own first steps have shown, a reason or None, in a tuple; None until these ran.
         code: what ran of the model's code when steps of it were recorded.
+        lengths: of the text and of what an encoder has read, for which steps are recorded; None for any.
+        by_length: gives the parts for texts of other lengths.
         is_passing: whether a reason against it was a lack of memory, which is no reason to keep.
     """
 
@@ -67,13 +70,19 @@ class RecordedPart:
         self.is_multimodal = compat.is_multimodal(module)
         self.has_encoder = compat.has_encoder(module)
         self.token_shape = compat.token_shape(module)
+        self._passes_mask_on = False  # True once the decoder was seen to be given the mask that the model is given
+        self.is_passing = False
+        self._looked_at = LookedAt(module)
+        self.lengths: tuple[int | None, int | None] = None, None
+        self.by_length = ByLength(self)
+        self.forget_recordings()
+
+    def forget_recordings(self) -> None:
+        """Forget what was recorded."""
         self._recordings: dict[tuple[int, int], Recording | Exception] = {}
         self.verdict: tuple[Cause | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
-        self._passes_mask_on = False  # True once the decoder was seen to be given the mask that the model is given
         self._moment = object()  # of no other part, as an id may be once this one is gone
-        self.is_passing = False
-        self._looked_at = LookedAt(module)
 
     # ---- recordings -------------------------------------------------------------------------------------------
 
@@ -103,7 +112,8 @@ class RecordedPart:
         key = batch, query_len
         if key not in self._recordings:
             try:
-                self._recordings[key] = passed(record(self._looked_at.skeleton_as_now, batch, query_len), self.module)
+                made = record(self._looked_at.skeleton_as_now, batch, query_len, None, self.lengths)
+                self._recordings[key] = passed(made, self.module)
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:  # which another try would raise again
@@ -296,6 +306,10 @@ class RecordedPart:
             return self._not_recorded(error, f"{batch} sequences, {query_len} new tokens: ")
         return None
 
+    def drafts_reason(self, first: int, end: int) -> str | None:
+        """Return why drafts cannot be verified behind ``first`` to ``end - 1`` tokens in the cache, or None."""
+        return self.shape_reason(1, MAX_QUERY_LEN) or self.by_length.drafts_reason(first, end)
+
     def _not_recorded(self, error: Exception, where: str = "") -> Cause:
         is_known = isinstance(error, Unrecordable)
         self.is_passing = self.is_passing or isinstance(error, OUT_OF_MEMORY)
@@ -389,11 +403,4 @@ class RecordedPart:
         except Exception as error:  # nobody has tried this code, nor the passes over it: anything may be raised
             return self._not_recorded(error)
         encoded = {self.recording(1, 1).fact(each.k).shape[3] for each in self.recording(1, 1).encoded}
-        sizes = encoded | {each.head_dim for each in attentions if each.value_dim is None}
-        odd = next((size for size in sizes if not takes_head_dim(size)), None)
-        if odd is not None:
-            return Cause("unsupported_head_dim", f"head_dim={odd}", self.module)
-        narrow = next((w for w in self.windows if w is not None and w < compat.MIN_WINDOW), None)
-        if narrow is not None:
-            return Cause("unsupported_config", f"sliding_window={narrow}", self.module)
-        return None
+        return sizes_reason(self.module, attentions, encoded, self.windows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,9 +19,12 @@ from ..decode.plan_cache import PlanCache
 from ..errors import RankError
 from ..reasons import Cause
 from .errors import OUT_OF_MEMORY
+from .recording import Unrecordable
 
-#: tokens of the prompt, and steps after it
+#: tokens of the prompt, or more where a step is of longer texts, and steps after it
 _PROMPT, _STEPS = 8, 3
+#: tokens of the prompt at most
+_LONGEST = 16384
 #: how many times the twin's difference from stock, or stock's own noise, a model may show
 _TIMES = 3.0
 #: a larger difference is no rounding, whatever the twin showed
@@ -90,12 +94,13 @@ class _Trial:
 
     def __init__(self, part: Any):
         self.part, self.device = part, part.embedding.weight.device
+        self.prompt, self.steps, places = _lengths(part)
         generator = torch.Generator().manual_seed(0)
-        shape = 1, _PROMPT + _STEPS, *part.token_shape
+        shape = 1, self.prompt + self.steps, *part.token_shape
         self.tokens = torch.randint(part.vocab_size, shape, generator=generator, device="cpu").to(self.device)
         self.output = None
         if part.has_encoder:
-            shape = 1, _ENCODED, compat.encoder_width(part.source)
+            shape = 1, places, compat.encoder_width(part.source)
             output = torch.randn(shape, generator=generator, device="cpu")
             self.output = output.to(self.device, part.embedding.weight.dtype)
 
@@ -116,6 +121,22 @@ class _Trial:
         return min(differences) if self.part.has_experts else sum(differences) / len(differences)
 
 
+def _lengths(part: Any) -> tuple[int, int, int]:
+    """Return the tokens of a prompt, steps behind it and places of an encoder's output that a part serves.
+
+    Raises:
+        Unrecordable: there are none up to a length that is too much to ask of stock code.
+    """
+    served = part.recording(1, 1).served
+    for places in (_ENCODED, part.recording(1, 1).encoded_length):
+        found = served.among(_PROMPT, _LONGEST, places).nonzero().flatten()
+        if len(found):
+            first = int(found[0])
+            steps = served.among(_PROMPT + first, _PROMPT + first + _STEPS, places).long()
+            return _PROMPT + first, int(steps.cumprod(0).sum()), places
+    raise Unrecordable(f"steps behind {_LONGEST} tokens and more, which are not compared with stock's")
+
+
 def _ratio(found: torch.Tensor, stock: torch.Tensor) -> float:
     return float((found - stock).abs().mean() / stock.abs().mean().clamp_min(1e-30))
 
@@ -126,14 +147,14 @@ def difference(part: Any, plans: PlanCache) -> float:
     trial, found, read = _Trial(part), [], None
     with torch.no_grad():
         cache, whole = trial.caches()
-        trial.stock(0, _PROMPT, whole)
+        trial.stock(0, trial.prompt, whole)
         stock_cache = copy.deepcopy(whole)
-        plan = plans.decode_plan(part, 1, cache)
+        plan = plans.plan_of(part, 1, cache)
         try:
             if trial.output is not None:
-                read = Encoded.of(whole, Seen.all_of(_ENCODED, 1, trial.device))
-            plan.begin(cache, torch.tensor([_PROMPT], device=trial.device), None, encoded=read)
-            for place in range(_PROMPT, _PROMPT + _STEPS):
+                read = Encoded.of(whole, Seen.all_of(trial.output.shape[1], 1, trial.device))
+            plan.begin(cache, torch.tensor([trial.prompt], device=trial.device), None, encoded=read)
+            for place in range(trial.prompt, trial.prompt + trial.steps):
                 ours = plan.step(trial.tokens[:, place]).float()
                 found.append(_ratio(ours, trial.stock(place, place + 1, stock_cache)[:, -1]))
         finally:
@@ -146,9 +167,9 @@ def own_difference(part: Any) -> float:
     trial, found = _Trial(part), []
     with torch.no_grad():
         _, whole = trial.caches()
-        trial.stock(0, _PROMPT, whole)
+        trial.stock(0, trial.prompt, whole)
         other_cache, roundings = copy.deepcopy(whole), _OtherRoundings(trial.device)
-        for place in range(_PROMPT, _PROMPT + _STEPS):
+        for place in range(trial.prompt, trial.prompt + trial.steps):
             with roundings:
                 other = trial.stock(place, place + 1, other_cache)[:, -1]
             found.append(_ratio(other, trial.stock(place, place + 1, whole)[:, -1]))
@@ -186,5 +207,6 @@ def _allowed(part: Any) -> float:
     growth = max(1.0, len(part.layers) / _TWINS_LAYERS) ** 0.5  # so roundings of successive layers add up
     if dtype == torch.float32:  # and those of long sums, which are rounded once in 16 bits
         growth *= max(1.0, width / _TWINS_WIDTH) ** 0.5
+    growth *= max(1.0, math.log2(_lengths(part)[0] / _PROMPT)) ** 0.5  # and those of sums over more tokens, in pairs
     least = _ROUNDINGS * torch.finfo(dtype).eps
     return min(_MOST, _TIMES * growth * max(part.architecture.twins_difference, least))

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import compat
 from ..decode.named_calls import Call, Register
 from ..decode.rank_calls import shard_of, style_of
 from . import marks
 from .latent import Expansion
-from .overloads import COPIES, functional_overload
+from .notes import Notes
+from .overloads import COPIES
 from .probing import evaluate
-from .recording import EncodedLayer, Misspread, OwnPadding, Span, Unrecordable, behind
-from .skeleton import Skeleton, past_tokens
+from .recording import Misspread, OwnPadding, Unrecordable, behind
 
 _aten = torch.ops.aten
 
@@ -32,152 +29,17 @@ _EXPANDED = 3
 recorder: ContextVar[Recorder] = ContextVar("recorder")
 
 
-class Recorder:
-    """What notes the calls of one step."""
-
-    def __init__(self, skeleton: Skeleton):
-        self.skeleton = skeleton
-        self.calls: list[Call] = []
-        self.facts: dict[int, torch.Tensor] = {}
-        self.spans: list[Span] = []
-        self.linears: list[tuple[str, Register]] = []  # name of a called linear layer -> its input
-        self.masks: dict[int, Callable[..., Any]] = {}  # register of a mask -> its function
-        self.text_mask: Register | None = None  # of the mask of tokens that the forward is given, if it is given one
-        self.masks_over_encoded: set[int] = set()  # registers of those over what an encoder has read
-        self.expansions: dict[tuple[int, int], Expansion] = {}  # ids of keys and values that were made of a latent
-        self.read: set[int] = set()  # ids of the model's tensors that calls were given
-        self.mutated: set[int] = set()
-        self.silent = 0
-        self.is_rehearsing = False  # see rehearsing()
-        self.is_unpadded = False  # see Recording
-        self.past = past_tokens(skeleton.model.config)
-        self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
-        self._kept: list[Any] = []  # kept alive, so that no other tensor gets one of these ids
-        self._storages: dict[int, list[int]] = {}
-        self._written: set[int] = set()  # storages that calls write to
-        self._states: dict[tuple[int, ...], tuple[Register, int]] = {}  # registers of keys, values -> of both, layer
-        self._encoded: dict[tuple[int, ...], int] = {}  # the same of what an encoder has read -> layer
-        self._is_spread = any(shard_of(module) is not None for module in skeleton.model.modules())
-        self._paths = {id(module): path for path, module in skeleton.copy.named_modules()}
-
-    def path_of(self, module: torch.nn.Module) -> str:
-        """Return the name of a module of the copy that is run."""
-        return self._paths[id(module)]
-
-    # ---- values -----------------------------------------------------------------------------------------------
-
-    def given(self, tensor: torch.Tensor) -> Register:
-        """Return a register for a tensor that no call makes."""
-        register = Register(len(self.facts))
-        self.facts[register.index] = tensor
-        self.name(tensor, register)
-        return register
-
-    def name(self, tensor: torch.Tensor, register: Register) -> None:
-        """Note that ``tensor`` is what ``register`` holds from here on."""
-        self._registers[id(tensor)] = register
-        self._kept.append(tensor)
-        storage = tensor.untyped_storage()._cdata
-        self._storages.setdefault(storage, []).append(register.index)
-        if storage in self._written:
-            self.mutated.add(register.index)
-
-    def state(self, tensor: torch.Tensor) -> Register:
-        """Return a register for a state, which calls of the step read and write in place."""
-        self._written.add(tensor.untyped_storage()._cdata)
-        return self.given(tensor)
-
-    def encoded(self, k: torch.Tensor, v: torch.Tensor) -> EncodedLayer:
-        """Return registers for what the next layer of the decoder attends to of what an encoder has read."""
-        made = EncodedLayer(self.given(k), self.given(v))
-        self._encoded[made.k.index, made.v.index] = len(self._encoded)
-        return made
-
-    def value(self, thing: Any) -> Any:
-        """Return an argument as calls hold it: registers and the model's tensors instead of tensors without data."""
-        if isinstance(thing, torch.Tensor):
-            if (register := self._registers.get(id(thing))) is not None:
-                return register
-            if (real := self.skeleton.real.get(id(thing))) is not None:
-                self.read.add(id(real))
-                return real
-            if isinstance(thing, FakeTensor):
-                raise Unrecordable("a tensor that was made before this step")
-            return thing
-        if isinstance(thing, (list, tuple)) and any(isinstance(each, torch.Tensor) for each in thing):
-            return [self.value(each) for each in thing]
-        return thing
-
-    def emit(self, op: Callable[..., Any], arguments: dict[str, Any], out: Any) -> Call:
-        """Note a call that gave ``out``."""
-        found = {name: self.value(value) for name, value in arguments.items()}
-        register = Register(len(self.facts))
-        call = Call(op, found, register)
-        self.calls.append(call)
-        if isinstance(out, torch.Tensor):
-            self.facts[register.index] = out
-            self.name(out, register)
-        elif isinstance(out, (list, tuple)):
-            self.facts[register.index] = out
-            for place, each in enumerate(out):
-                if isinstance(each, torch.Tensor):
-                    self._take(register, place, each)
-        else:
-            self.facts[register.index] = out
-        return call
-
-    def _take(self, whole: Register, place: int, out: torch.Tensor) -> None:
-        register = Register(len(self.facts))
-        self.calls.append(Call(operator.getitem, {"a": whole, "b": place}, register))
-        self.facts[register.index] = out
-        self.name(out, register)
-
-    def write(self, func: Any, arguments: dict[str, Any], target: torch.Tensor, out: Any) -> None:
-        """Note a call that writes into ``target``; if nothing else shares the memory, one that gives a new tensor."""
-        storage = target.untyped_storage()._cdata
-        if id(target) not in self._registers:
-            raise Unrecordable(f"{func} writes into a tensor of the model")
-        sharing = set(self._storages[storage])
-        functional = None if storage in self._written else functional_overload(func)
-        if len(sharing) == 1 and functional is not None and tuple(out.shape) == tuple(target.shape):
-            before = self._registers[id(target)]
-            made = self.emit(functional, arguments, target.clone()).out
-            self.facts[made.index] = target
-            for name in [each for each, register in self._registers.items() if register is before]:
-                self._registers[name] = made
-            self._storages[storage] = [made.index]
-            return
-        self._written.add(storage)
-        self.emit(func, arguments, out)
-        self.mutated.update(self._storages[storage])
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Note nothing for the length of a ``with`` block."""
-        self.silent += 1
-        try:
-            yield
-        finally:
-            self.silent -= 1
-
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Note nothing for the length of a ``with`` block, in which a forward reads into an empty cache."""
-        self.is_rehearsing = True
-        try:
-            yield
-        finally:
-            self.is_rehearsing = False
+class Recorder(Notes):
+    """What notes the calls of one step, and stands in for what transformers lets others provide."""
 
     def new_cache(self) -> compat.RecordingCache:
         """Return an empty cache for the model."""
-        return compat.RecordingCache(self.skeleton.copy.config, self.append)
-
-    # ---- seams ------------------------------------------------------------------------------------------------
+        return compat.RecordingCache(self.skeleton.copy.config, self.append, self.refuse)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self.quiet():
-            all_ = tuple(each.new_empty(*each.shape[:2], self.past + each.shape[2], each.shape[3]) for each in (k, v))
+            length = self.lengths.past + k.shape[2]
+            all_ = tuple(each.new_empty(*each.shape[:2], length, each.shape[3]) for each in (k, v))
         if self.is_rehearsing:
             return k, v
         call = self.emit(marks.append, {"k": k, "v": v, "layer": layer}, list(all_))
@@ -385,16 +247,15 @@ _STREAMS = "row_biases", "other", "other_lse"
 _HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "input_ids"})
 
 
-def _attention(module, *args, **kwargs):
-    return recorder.get().attend(module, *args, **kwargs)
+def _seam(name: str) -> Callable[..., Any]:
+    """Make a function that calls a method of the recorder that runs."""
+
+    def seam(*args, **kwargs):
+        noting = recorder.get()
+        with noting.noting_refusals():
+            return getattr(noting, name)(*args, **kwargs)
+
+    return seam
 
 
-def _mask(*args, **kwargs):
-    return recorder.get().mask(*args, **kwargs)
-
-
-def _experts(module, *args, **kwargs):
-    return recorder.get().experts(module, *args, **kwargs)
-
-
-compat.install_seams(_attention, _mask, _experts)
+compat.install_seams(_seam("attend"), _seam("mask"), _seam("experts"))

@@ -12,26 +12,10 @@ import torch
 from ..decode.named_calls import Call, Register, bound, by_name, read_by, registers_in
 from ..quantization.linear import PackedLinear
 from . import marks
-
-
-class Unrecordable(Exception):
-    """A step that cannot be written down as a list of calls; the message says which line did it.
-
-    Attributes:
-        code: of the reason for stock code.
-    """
-
-    code = "not_recorded"
-
-
-class Misspread(Unrecordable):
-    """A step of a model whose ranks compute something else than the model does."""
-
-    code = "sharded"
-
-
-class OwnPadding(Unrecordable):
-    """A step that hides other places of a cache than those that its mask of the text says."""
+from .errors import Misspread as Misspread
+from .errors import OwnPadding as OwnPadding
+from .errors import Unrecordable as Unrecordable
+from .text_lengths import Served
 
 
 @dataclass
@@ -122,6 +106,8 @@ class Recording:
         readers: names of modules with a tensor that the step reads.
         is_unpadded: whether the step is of sequences without padding in front alone.
         live: storages of tensors that are no parameters or buffers, but may change all the same.
+        served: lengths of the text, and of what an encoder has read, for which the step is the model's.
+        is_of_given_length: the length was not chosen as one that no other size is likely to be.
         quantized: a matrix without data that stands for a quantized weight, and the layer that has the weight.
     """
 
@@ -148,6 +134,8 @@ class Recording:
     is_unpadded: bool = False
     live: set[int] = field(default_factory=set)
     quantized: list[tuple[torch.Tensor, PackedLinear]] = field(default_factory=list)
+    served: Served | None = None
+    is_of_given_length: bool = False
 
     def register(self, like: torch.Tensor) -> Register:
         """Return a new register for a tensor of the shape and dtype of ``like``."""

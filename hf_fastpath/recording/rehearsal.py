@@ -40,7 +40,7 @@ def cache_with_states(recorder: Recorder, batch: int) -> compat.RecordingCache:
         with _one_of_alike(recorder.skeleton.copy, cache):
             rehearse(recorder, batch, cache, {})
     except Exception:  # nobody has tried this code: anything may be raised
-        cache = recorder.new_cache()
+        cache, recorder.refused = recorder.new_cache(), None
         rehearse(recorder, batch, cache, {})
     return cache
 

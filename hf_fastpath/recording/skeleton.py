@@ -19,8 +19,10 @@ from ..decode.python_state import Walk
 from ..decode.snapshot import differences
 from ..decode.watch import Watch
 from ..ops.decode_attention import MAX_QUERY_LEN
+from .first_uses import FirstUses
 from .noted_code import NotedCode
 from .recording import Unrecordable
+from .text_lengths import new_env
 
 #: tokens that the recorded step's cache says it holds, unless the model knows fewer positions
 _PAST = 4099
@@ -53,7 +55,7 @@ class Skeleton:
         walk: Walk | None = None,
     ):
         self.model, self.code = model, NotedCode() if code is None else code
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=new_env())
         self.device = _home(model)  # where all tensors of the copy claim to be
         self.real: dict[int, torch.Tensor] = {}  # id of a tensor without data -> the model's own
         #: name of a quantized layer -> a matrix without data that stands for its weight
@@ -86,6 +88,8 @@ class Skeleton:
         compat.ask_for_plain_functions(self.copy)
         self.takes_positions = compat.takes_positions(model)
         self.token_shape = compat.token_shape(model)
+        if self.code.first_uses is None:
+            self.code.first_uses = FirstUses(model.modules())
         self.lock = threading.RLock()  # of threads that run the copy
         self._held: Walk | None = None
 
@@ -104,7 +108,7 @@ class Skeleton:
         walk.enter(self.copy)
         return walk
 
-    def encoder_output(self, batch: int, length: int) -> torch.Tensor:
+    def encoder_output(self, batch: int, length: Any) -> torch.Tensor:
         """Return a tensor without data like what the model's encoder gives for ``length`` places."""
         dtype = self.model.dtype
         return torch.empty(batch, length, compat.encoder_width(self.model), dtype=dtype, device=self.device)

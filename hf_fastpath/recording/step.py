@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-import sysconfig
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,7 +18,10 @@ from .. import compat
 from ..decode.named_calls import Call, Norm, Register
 from . import marks, modes
 from .errors import OUT_OF_MEMORY
+from .first_uses import forget_lengths
+from .lines import where
 from .listed_experts import listed_experts
+from .masks import ENCODED_PLACES, POSITIONS, is_known, sees_all, window_of
 from .noted_code import NotedCode
 from .recorder import Recorder, recorder
 from .recording import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
@@ -27,52 +29,94 @@ from .rehearsal import cache_with_states, rehearse
 from .skeleton import Skeleton
 from .spread import spread_modules
 from .streams import attention_of_streams
-
-#: places of an encoder's output
-_ENCODED = 1009
-#: positions up to which a mask is compared with windows
-_MASK_POSITIONS = 4096
+from .text_lengths import Served, functions_of_lengths, known, of_known_size
 
 
-def record(skeleton: Skeleton, batch: int, query_len: int, arguments: dict[str, Any] | None = None) -> Recording:
+def record(
+    skeleton: Skeleton,
+    batch: int,
+    query_len: int,
+    arguments: dict[str, Any] | None = None,
+    lengths: tuple[int | None, int | None] = (None, None),
+    with_mask: bool = False,
+) -> Recording:
     """Record the step of ``query_len`` new tokens for each of ``batch`` sequences.
 
     Args:
         arguments: what the forward is given besides, by name; tensors hold no data.
+        lengths: tokens that the cache says it holds, and places of an encoder's output; None for many.
+        with_mask: the forward is given a mask of all tokens, which hides none.
 
     Raises:
         Unrecordable: the step cannot be recorded; the message says which line did it.
     """
-    noting = Recorder(skeleton)
+    noting = Recorder(skeleton, *lengths)
     token = recorder.set(noting)
+    given = batch, query_len, arguments or {}, with_mask
     try:
         with skeleton.lock:
-            recording, changed = _record_with_care(noting, batch, query_len, arguments or {})
+            recording, changed = _record_with_care(noting, *given)
             if changed:  # the first step may have set what the others find
-                noting = Recorder(skeleton)
+                noting = Recorder(skeleton, *lengths)
                 recorder.set(noting)
-                recording, changed = _record_with_care(noting, batch, query_len, arguments or {})
+                recording, changed = _record_with_care(noting, *given)
+            if lengths[0] is None:
+                noting.lengths.check()
+            if skeleton.code.asks_for_types():
+                _compare_with_plain(noting, skeleton, lengths, given)
             if changed:
                 raise Unrecordable(f"{changed[0]}, which the forward reads, and changes with every token")
+            recording.is_of_given_length = lengths[0] is not None
             return recording
     except OUT_OF_MEMORY:
         raise
     except Unrecordable as error:
-        raise type(error)(f"{error}{_where(error)}") from None
+        raise type(error)(f"{error}{where(error)}") from None
     except Exception as error:
         raise Unrecordable(_said(error, noting)) from error
     finally:
         recorder.reset(token)
 
 
+def _compare_with_plain(noting: Recorder, skeleton: Skeleton, lengths: tuple[int | None, int | None], given: tuple):
+    """Refuse a step that is another one if its lengths are of the type ``int``.
+
+    Raises:
+        Unrecordable: it is.
+    """
+    plain = Recorder(skeleton, *lengths, is_plain=True)
+    recorder.set(plain)
+    _record(plain, *given)
+    for one, other in itertools.zip_longest(noting.trace, plain.trace):
+        if one is None or other is None or _numbers_of(one) != _numbers_of(other):
+            raise Unrecordable("a way that depends on the type of a length")
+
+
+def _numbers_of(traced: tuple) -> tuple:
+    """Return an op, and all that it was given but tensors."""
+    func, args, kwargs = traced
+    return func, [known(each) for each in (*args, *kwargs.values()) if not _holds_tensors(each)]
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensors, value)))
+
+
 def _record_with_care(
-    noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any]
+    noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any], with_mask: bool
 ) -> tuple[Recording, list[str]]:
     """Return a step, and where Python values are that the step changes and its code reads."""
     skeleton = noting.skeleton
     skeleton.look()
-    with skeleton.code.noting():
-        recording = _record(noting, batch, query_len, arguments)
+    try:
+        with skeleton.code.noting():
+            recording = _record(noting, batch, query_len, arguments, with_mask)
+    finally:
+        kept = skeleton.code.first_uses.undo()
+        forget_lengths(skeleton.copy.modules())
+    for where_, value in kept:
+        if not noting.is_constant(value):
+            raise Unrecordable(f"{where_}, which is filled on first use with what differs from text to text")
     changed = skeleton.code.that_matter(skeleton.what_differs(), skeleton.copy.modules())
     return recording, changed + skeleton.code.what_differs()
 
@@ -92,7 +136,7 @@ def why_other_in_training(model: nn.Module, code: NotedCode | None = None) -> st
     return None
 
 
-def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any]) -> Recording:
+def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any], with_mask: bool) -> Recording:
     skeleton = noting.skeleton
     cache = noting.new_cache()
     has_states, has_encoder = any(kind.states for kind in cache.kinds), compat.has_encoder(skeleton.copy)
@@ -107,6 +151,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         torch.inference_mode(False),
         torch.no_grad(),
         _without_logs(),
+        functions_of_lengths(),
         skeleton.mode,
         listed_experts(noting),
         attention_of_streams(noting),
@@ -114,7 +159,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         whole: Any = cache
         if has_encoder:
             whole = compat.over_encoder(cache)
-            given_output = compat.encoder_output(skeleton.encoder_output(batch, _ENCODED))
+            given_output = compat.encoder_output(skeleton.encoder_output(batch, noting.lengths.encoded))
             arguments = arguments | {"encoder_outputs": given_output}
             rehearse(noting, batch, whole, arguments)
         elif has_states:
@@ -123,14 +168,18 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             states = [[noting.state(each) for each in found] for found in cache.states()]
             if not any(states):
                 raise Unrecordable("states that it keeps elsewhere than in the cache that it is given")
-        cache.claim(noting.past)
+        cache.claim(noting.lengths.past)
         sizes = (batch, query_len, *skeleton.token_shape), (batch, query_len)
         tokens, positions = (torch.zeros(each, dtype=torch.long, device=skeleton.device) for each in sizes)
         given = noting.given(tokens), noting.given(positions)
+        name_of_mask = compat.text_name(skeleton.copy, "attention_mask")
+        if with_mask:
+            shape = batch, noting.lengths.past + query_len
+            arguments = arguments | {name_of_mask: torch.ones(shape, dtype=torch.long, device=skeleton.device)}
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor):
                 register = noting.given(value)
-                if name == compat.text_name(skeleton.copy, "attention_mask"):
+                if name == name_of_mask:
                     noting.text_mask = register
         if has_encoder:
             encoder_output = noting.given(given_output.last_hidden_state)
@@ -138,6 +187,9 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             cache.keep(len(encoded))
         with modes.spans(noting), spread_modules(noting), modes.Dispatch(noting), modes.Functions(noting):
             logits = skeleton.run(tokens, positions, whole, arguments)
+        noting.facts = {index: of_known_size(fact) for index, fact in noting.facts.items()}
+    if noting.refused is not None:
+        raise noting.refused
     cache.keep(_read_layers(noting.calls, cache.kinds))
     if tuple(logits.shape[:2]) != (batch * math.prod(skeleton.token_shape), query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
@@ -151,7 +203,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     for expansion in {each.structure: each for each in noting.expansions.values()}.values():
         expansion.check()
     masks = noting.masks.items() if has_encoder else ()
-    open_masks = frozenset(index for index, function in masks if _sees_all(function))
+    open_masks = frozenset(index for index, function in masks if sees_all(function))
     if not noting.masks_over_encoded <= open_masks:
         raise Unrecordable("a mask that hides some of what the encoder has read")
     if noting.text_mask is not None and any(kind.keys for kind in cache.kinds):
@@ -163,7 +215,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     sizes = sorted({kind.window for kind in cache.kinds if kind.window is not None})
     for index, function in noting.masks.items():
         with suppress(Unrecordable):
-            windows[index] = _window(compat.with_held(function, noting.held), sizes, min(noting.past, _MASK_POSITIONS))
+            windows[index] = window_of(compat.with_held(function, noting.held), sizes, min(noting.past, POSITIONS))
     for call in noting.calls:
         if call.op in (marks.attend, marks.latent_attend):
             mask = call.arguments["window"]
@@ -191,13 +243,27 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         states=states[: len(cache.kinds)],
         encoded=encoded,
         encoder_output=encoder_output,
-        encoded_length=_ENCODED if has_encoder else 0,
+        encoded_length=noting.encoded_length if has_encoder else 0,
         linears=_linears_by_input(noting),
         readers=_readers(noting),
         is_unpadded=noting.is_unpadded,
         live={each.untyped_storage()._cdata for each in (*skeleton.plain, *skeleton.code.tensors())},
+        served=_served(noting, windows),
         quantized=[(each, skeleton.model.get_submodule(path)) for path, each in skeleton.quantized.items()],
     )
+
+
+def _served(noting: Recorder, windows: dict[int, int | None]) -> Served:
+    """Return the lengths of which the step is the same, as far as was looked."""
+    served = noting.lengths.served()
+    for index, function in noting.masks.items():
+        if is_known(function):
+            continue
+        if index in noting.masks_over_encoded:
+            served = served.up_to(ENCODED_PLACES, of_encoded=True)
+        elif index in windows:
+            served = served.up_to(min(noting.past, POSITIONS))
+    return served
 
 
 def _read_layers(calls: list[Call], kinds: list[compat.LayerKind]) -> int:
@@ -266,65 +332,11 @@ def _without_logs() -> Iterator[None]:
 
 def _said(error: Exception, noting: Recorder) -> str:
     """Return what an exception says of the model, and which line raised it."""
-    where = _where(error)
+    line = where(error)
     if isinstance(error, DataDependentOutputException):
-        return f"a number in a tensor that decides what is called next{where}"
+        return f"a number in a tensor that decides what is called next{line}"
     if isinstance(error, DynamicOutputShapeException):
-        return f"a tensor whose size depends on the numbers that it is made of ({error.func}){where}"
+        return f"a tensor whose size depends on the numbers that it is made of ({error.func}){line}"
     if isinstance(error, AttributeError) and isinstance(error.obj, compat.RecordingCache):
-        return f"a cache of a class of its own, with {error.name}{where}"
-    return f"{type(error).__name__}: {error}{where}, for a token behind {noting.past} others in a cache"
-
-
-def _where(error: BaseException) -> str:
-    """Return which line of the model an exception came through."""
-    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_model(frame.filename)]
-    if not theirs:
-        return ""
-    last = theirs[-1]
-    line = last.line or ""
-    if line.endswith("("):  # the arguments are on further lines
-        line += "...)"
-    return f", at {last.filename.rpartition('/')[2]}:{last.lineno}: {line}"
-
-
-def _is_of_model(file: str) -> bool:
-    """Whether a file is none of PyTorch's, Python's and this project's, and none that transformers' models share."""
-    is_pythons = file.startswith(sysconfig.get_path("stdlib")) and "/site-packages/" not in file
-    is_shared = "/transformers/" in file and "/transformers/models/" not in file
-    return not (is_pythons or is_shared or "/torch/" in file or "/hf_fastpath/" in file)
-
-
-def _sees_all(mask_function: Callable[..., Any]) -> bool:
-    """Whether a mask function lets tokens at any position see all keys."""
-    places = torch.arange(8)
-    return bool(compat.mask_sees(mask_function, places, places).all())
-
-
-def _window(mask_function: Callable[..., Any], sizes: list[int], past: int) -> int | None:
-    """Return the window of a causal mask function, None if it has none.
-
-    Args:
-        sizes: of windows of the cache, one of which a window has that begins anew.
-        past: position up to which the function is asked.
-
-    Raises:
-        Unrecordable: the function makes another mask.
-    """
-    for size in sizes:
-        keys = torch.arange(4 * size)
-        few = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 4 * size - 1])
-        expected = (keys <= few[:, None]) & (keys >= (few // size * size)[:, None])
-        with suppress(IndexError):  # of a function that looks positions up, and knows fewer
-            if torch.equal(compat.mask_sees(mask_function, few, keys), expected):
-                return marks.Chunk(size)
-    keys = torch.arange(past + 1)
-    seen = compat.mask_sees(mask_function, keys[-1:], keys)[0]
-    count = int(seen.sum())
-    early = torch.arange(8)
-    expected = (early[:, None] >= early) & (early[:, None] - early < count)
-    if not bool(seen[len(seen) - count :].all()):
-        raise Unrecordable("a mask that is neither causal nor a window")
-    if not torch.equal(compat.mask_sees(mask_function, early, early), expected):
-        raise Unrecordable("a mask that is neither causal nor a window")
-    return None if count == len(keys) else count
+        return f"a cache of a class of its own, with {error.name}{line}"
+    return f"{type(error).__name__}: {error}{line}, for a token behind {noting.past} others in a cache"

@@ -1,8 +1,9 @@
-"""What recorded steps ask of a model's tensors."""
+"""What recorded steps ask of a model's tensors, and of the sizes of its attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from .. import compat
 from ..decode.modules import odd_module
 from ..native import loader
+from ..ops.queries import takes_head_dim
 from ..reasons import Cause, class_name
 from ..registry import PLAIN_TENSORS
 
@@ -38,3 +40,19 @@ def tensors_reason(
     types = [each.type for each in devices if each.type != "meta"]
     code = next((code for each in types if (code := loader.why_not_native(each)) is not None), None)
     return None if code is None else Cause(code, f"device {next(iter(devices))}")
+
+
+def sizes_reason(
+    model: nn.Module, attentions: Iterable[Any], encoded: set[int], windows: Iterable[int | None]
+) -> Cause | None:
+    """Return why kernels have no attention of a model's sizes, or None.
+
+    Args:
+        encoded: elements of a head in attention to what an encoder has read.
+    """
+    sizes = encoded | {each.head_dim for each in attentions if each.value_dim is None}
+    odd = next((size for size in sizes if not takes_head_dim(size)), None)
+    if odd is not None:
+        return Cause("unsupported_head_dim", f"head_dim={odd}", model)
+    narrow = next((w for w in windows if w is not None and w < compat.MIN_WINDOW), None)
+    return None if narrow is None else Cause("unsupported_config", f"sliding_window={narrow}", model)

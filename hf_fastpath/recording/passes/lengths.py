@@ -11,6 +11,7 @@ from torch import nn
 from ...decode.named_calls import Call
 from .. import marks
 from ..recording import Recording, Unrecordable, read_by
+from ..text_lengths import FloatOfLength, IntOfLength
 
 _aten = torch.ops.aten
 
@@ -49,10 +50,19 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
                 place,
                 Call(_aten.view.default, {"self": place.out, "size": list(like.shape)}, call.out),
             ]
+        elif _takes_places(call, past, count):
+            table, dim = call.arguments["self"], call.arguments.get("dim", 0)
+            place = recording.call(
+                marks.text_positions, recording.fact(call.out).new_empty(count).long(), query_len=count
+            )
+            given = {"self": table, "dim": dim, "index": place.out}
+            instead[id(call)] = [place, Call(_aten.index_select.default, given, call.out)]
+            if recording.served is not None:
+                recording.served = recording.served.up_to(table.shape[dim] - count)
         if call.op not in (_aten.arange.start, _aten.arange.start_step):
             continue
         given = call.arguments
-        if (given["start"], given["end"], given.get("step", 1)) == (past, past + count, 1):
+        if _are_places(given, past, count):
             if given.get("dtype", torch.int64) in (None, torch.int64):
                 call.op, call.arguments = marks.text_positions, {"query_len": count}
     recording.rewrite(instead, {})
@@ -61,7 +71,7 @@ def positions_in_text(recording: Recording, model: nn.Module) -> None:
 def _counts_tokens(recording: Recording, call: Call, ones: set[int], number: int) -> bool:
     """Whether a call multiplies one whole 1 by how many tokens there are."""
     is_one = getattr(call.arguments["self"], "index", -1) in ones and recording.fact(call.out).numel() == 1
-    return is_one and call.arguments["other"] == number and recording.fact(call.out).dtype == torch.int64
+    return is_one and _is_length(call.arguments["other"], number) and recording.fact(call.out).dtype == torch.int64
 
 
 def _is_slice_of_positions(call: Call, past: int, count: int) -> bool:
@@ -71,14 +81,33 @@ def _is_slice_of_positions(call: Call, past: int, count: int) -> bool:
     row, given = call.arguments["self"], call.arguments
     if row.dtype != torch.int64 or row.numel() != row.shape[-1] or given.get("dim", 0) % row.dim() != row.dim() - 1:
         return False
-    is_here = (given.get("start"), given.get("end"), given.get("step", 1)) == (past, past + count, 1)
-    return is_here and (row.is_meta or torch.equal(row.flatten().cpu(), torch.arange(row.numel())))
+    return _are_places(given, past, count) and (
+        row.is_meta or torch.equal(row.flatten().cpu(), torch.arange(row.numel()))
+    )
+
+
+def _takes_places(call: Call, past: int, count: int) -> bool:
+    """Whether a call takes the places of the new tokens out of a table of numbers, which has one for each place."""
+    if call.op is not _aten.slice.Tensor or not isinstance(call.arguments["self"], torch.Tensor):
+        return False
+    return _are_places(call.arguments, past, count) and call.arguments["self"].is_floating_point()
+
+
+def _are_places(given: dict[str, Any], past: int, count: int) -> bool:
+    """Whether a call is given the places of the new tokens as start and end."""
+    ends = _is_length(given.get("start"), past) and _is_length(given.get("end"), past + count)
+    return ends and given.get("step", 1) == 1
+
+
+def _is_length(value: Any, number: int) -> bool:
+    """Whether a number is made of the length of the text, and was ``number`` when the step was recorded."""
+    return isinstance(value, IntOfLength) and value == number
 
 
 def _adds(call: Call, number: int) -> bool:
     """Whether a sum adds one number, and no tensor."""
     other = call.arguments["other"]
-    return type(other) is int and other == number and call.arguments.get("alpha", 1) == 1
+    return _is_length(other, number) and call.arguments.get("alpha", 1) == 1
 
 
 def at_position(recording: Recording, position: int) -> dict[int, torch.Tensor]:
@@ -107,16 +136,17 @@ def check_lengths(recording: Recording) -> None:
 
 
 def follows_length(recording: Recording, call: Call) -> bool:
-    """Whether a number that a call is given is the length that the text, or the encoder's output, had when the step was
-    recorded."""
-    lengths = {recording.past, recording.past + recording.query_len}
-    if recording.encoder_output is not None:
-        lengths.add(recording.encoded_length)
+    """Whether a call is given a number that is made of the length of the text, or of the encoder's output; also one
+    that only is the same, as a size of a tensor, unless the step was recorded for a length that other sizes may have,
+    too."""
+    lengths = {recording.past, recording.past + recording.query_len, recording.encoded_length} - {0}
+    if recording.is_of_given_length:
+        lengths = set()
     return any(True for each in call.arguments.values() for _ in _numbers(each, lengths))
 
 
 def _numbers(value: Any, wanted: set[int]) -> Iterator[int]:
-    if type(value) is int and value in wanted:
+    if isinstance(value, (IntOfLength, FloatOfLength)) or (type(value) is int and value in wanted):
         yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
