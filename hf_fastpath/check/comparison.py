@@ -3,7 +3,7 @@ measurements of ``verify()`` and of the self-test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,8 @@ from .precision import in_higher_precision, wider
 from .rows import Row, Verification
 
 SHORT_TOKENS, PADDED_TOKENS, LONG_TOKENS = 16, 64, 512
+#: lengths of which each gets a row; of more, each that is twice as long as the one before
+MOST_BOUNDS = 8
 #: seed of the row that samples
 SEED = 0
 
@@ -106,7 +108,8 @@ def _all_cases(model: nn.Module, ids: torch.Tensor, new_tokens: int, encoded: to
     if encoded is not None:
         return list(_cases_over(encoded, ids, limit))
     part = state_of(model).plans.part_of(model)
-    return list(_cases(ids, () if part is None else part.windows, limit, new_tokens))
+    bounds = [] if part is None or part.reason() is not None else part.length_bounds(limit)
+    return list(_cases(ids, () if part is None else part.windows, limit, new_tokens, bounds))
 
 
 def _generated(model: nn.Module, case: _Case, **options: Any) -> Any:
@@ -117,8 +120,11 @@ def _generated(model: nn.Module, case: _Case, **options: Any) -> Any:
     return model.generate(case.ids, **options)
 
 
-def _cases(ids: torch.Tensor, windows: tuple[int | None, ...], limit: int, new_tokens: int) -> Iterator[_Case]:
-    """Make the rows' prompts out of ``ids``; ``limit`` is the number of positions that the model knows."""
+def _cases(
+    ids: torch.Tensor, windows: tuple[int | None, ...], limit: int, new_tokens: int, bounds: Sequence[int] = ()
+) -> Iterator[_Case]:
+    """Make the rows' prompts out of ``ids``; ``limit`` is the number of positions that the model knows, ``bounds`` are
+    the lengths of the text from which on its step is another one."""
 
     def of_length(length: int) -> torch.Tensor:
         return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
@@ -136,6 +142,11 @@ def _cases(ids: torch.Tensor, windows: tuple[int | None, ...], limit: int, new_t
     window = min((window for window in windows if window is not None), default=None)
     if window is not None and window + new_tokens <= limit:  # the first tokens lie before the edge, the last behind it
         yield unpadded("window edge", of_length(max(2, window - new_tokens // 2)))
+    covered, apart = short.shape[1] + new_tokens, 1 if len(bounds) <= MOST_BOUNDS else 2
+    for bound in bounds:
+        if covered < bound <= limit - new_tokens:
+            yield unpadded(f"length {bound}", of_length(max(2, bound - new_tokens // 2)))
+            covered = max(covered * apart, bound + new_tokens // 2)
     yield unpadded("sampling", short, do_sample=True)
 
 

@@ -121,6 +121,10 @@ class ModelPart(Part):
         """Return None: a described step takes any number of sequences and tokens that kernels take."""
         return None
 
+    def length_bounds(self, end: int) -> list[int]:
+        """Return no length of the text, below ``end``, from which on the step is another one."""
+        return []
+
     def drafts_reason(self, first: int, end: int) -> str | None:
         """Return None: a described step of several tokens is that of any length."""
         return None

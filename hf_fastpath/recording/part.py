@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.modules import model_code_reason, odd_module, own_code_reason
+from ..decode.modules import model_code_reason, odd_module
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
 from ..decode.program import Program
@@ -36,7 +36,7 @@ from .position_tables import PositionTable, position_tables
 from .proof import reason_against
 from .recording import BiasTable, Recording, Unrecordable
 from .step import record, why_other_in_training
-from .tensors import sizes_reason, tensors_reason
+from .tensors import modules_reason, sizes_reason, tensors_reason
 
 
 class RecordedPart:
@@ -183,17 +183,14 @@ class RecordedPart:
 
     @property
     def has_experts(self) -> bool:
-        """Whether some MLP is a mixture."""
         return any(call.op in marks.EXPERTS for call in self.recording(1, 1).calls)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return the sliding window of each layer, None for full attention or no attention."""
         return tuple(kind.window for kind in self.kinds)
 
     @property
     def attentions(self) -> list[RecordedAttention]:
-        """Return the attention of each layer that has one."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
@@ -206,7 +203,6 @@ class RecordedPart:
 
     @property
     def max_batch(self) -> int:
-        """Return how many sequences a decode plan takes."""
         return MAX_ROWS if self.has_experts else MAX_BATCH
 
     @functools.cached_property
@@ -251,13 +247,11 @@ class RecordedPart:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """Return the number of logits of a token."""
         recording = self.recording(1, 1)
         return recording.fact(recording.logits).shape[-1]
 
     @functools.cached_property
     def takes_positions(self) -> bool:
-        """Whether the model's forward takes position ids."""
         return compat.takes_positions(self.module)
 
     @property
@@ -305,6 +299,10 @@ class RecordedPart:
         except Exception as error:  # nobody has tried this code: anything may be raised
             return self._not_recorded(error, f"{batch} sequences, {query_len} new tokens: ")
         return None
+
+    def length_bounds(self, end: int) -> list[int]:
+        """Return the lengths of a cache, below ``end``, from which on the step is another one."""
+        return self.recording(1, 1).served.bounds(end)
 
     def drafts_reason(self, first: int, end: int) -> str | None:
         """Return why drafts cannot be verified behind ``first`` to ``end - 1`` tokens in the cache, or None."""
@@ -380,7 +378,7 @@ class RecordedPart:
 
     def lasting_reason(self) -> str | None:
         """Do as :meth:`reason`, as if ``model.eval()`` had been called."""
-        reason = self.other_reason() or self.outer_reason() or self._modules_reason()
+        reason = self.other_reason() or self.outer_reason() or modules_reason(self.module)
         return reason or tensors_reason(self.module, self.device_of, self.is_placed) or self._recording_reason
 
     def projections(self) -> list[list[nn.Module]]:
@@ -389,11 +387,6 @@ class RecordedPart:
         of_head = getattr(self.head, "weight", None)  # FSMT's is a table that a linear layer shares
         without_head = ([each for each in linears if each.weight is not of_head] for linears in found)
         return [linears for linears in without_head if linears]
-
-    def _modules_reason(self) -> str | None:
-        inner = (module for module in self.module.modules() if module is not self.module)
-        found = (own_code_reason(module, type(module).__module__) for module in inner)
-        return next((reason for reason in found if reason is not None), None)
 
     @functools.cached_property
     def _recording_reason(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What recorded steps ask of a model's tensors, and of the sizes of its attention."""
+"""What recorded steps ask of a model's modules, tensors and sizes of attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.modules import odd_module
+from ..decode.modules import odd_module, own_code_reason
 from ..native import loader
 from ..ops.queries import takes_head_dim
 from ..reasons import Cause, class_name
@@ -40,6 +40,13 @@ def tensors_reason(
     types = [each.type for each in devices if each.type != "meta"]
     code = next((code for each in types if (code := loader.why_not_native(each)) is not None), None)
     return None if code is None else Cause(code, f"device {next(iter(devices))}")
+
+
+def modules_reason(model: nn.Module) -> str | None:
+    """Return why calling some module inside of a model is more than its class's forward, or None."""
+    inner = (module for module in model.modules() if module is not model)
+    found = (own_code_reason(module, type(module).__module__) for module in inner)
+    return next((reason for reason in found if reason is not None), None)
 
 
 def sizes_reason(

@@ -151,3 +151,12 @@ def test_a_profiler_may_run():
         profile.disable()
     assert hf_fastpath.report(model).loop == "fast"
     assert len(pstats.Stats(profile).stats) > 100
+
+
+def test_verify_tries_both_sides_of_each_bound():
+    model = hf_fastpath.patch(habit_model("between", "far_beyond"), quiet=True)
+    result = hf_fastpath.verify(model, torch.randint(3, VOCAB, (1, 8)), max_new_tokens=8)
+    assert result.ok, result
+    lengths = [row.prompt_len for row in result.rows if row.name.startswith("length ")]
+    assert any(length < 19 <= length + 8 for length in lengths), result
+    assert any(length < 4200 <= length + 8 for length in lengths), result
