@@ -21,10 +21,11 @@ def verify(model: nn.Module, inputs: Any, max_new_tokens: int = 32) -> Verificat
     The inputs are made into five rows: their beginning (short); a batch of two lengths (padded); all of them, repeated
     if they have less than 512 tokens (long); a text up to the edge of the smallest sliding window, if the model has one
     (window edge); and the beginning with tokens drawn from a seed (sampling). A recorded model whose step is another
-    one from some length of the text on gets a row for each such length, too, up to the positions that it knows. End tokens and the logits processors of
-    ``model.generation_config`` are left out. An unpatched model is patched for the comparison and unpatched afterwards.
-    Of an encoder-decoder, the rows are made of what its encoder gives for ``inputs``, and the text begins with the
-    token that starts the decoder. If the decode loop is stock's, the patched modules are compared.
+    one from some length of the text on gets a row for each such length, too, up to the positions that the model knows.
+    End tokens and the logits processors of ``model.generation_config`` are left out. An unpatched model is patched for
+    the comparison and unpatched afterwards. Of an encoder-decoder, the rows are made of what its encoder gives for
+    ``inputs``, and the text begins with the token that starts the decoder. If the decode loop is stock's, the patched
+    modules are compared.
 
     Args:
         model: a model that generates text.

@@ -24,5 +24,15 @@ class Misspread(Unrecordable):
     code = "sharded"
 
 
+class LengthTaken(Unrecordable):
+    """A step that takes the number behind a length.
+
+    Attributes:
+        is_known: code of transformers' does it, of which the recorder knows what it is for.
+    """
+
+    is_known = False
+
+
 class OwnPadding(Unrecordable):
     """A step that hides other places of a cache than those that its mask of the text says."""

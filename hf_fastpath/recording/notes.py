@@ -18,7 +18,7 @@ from .lines import line_of_frame
 from .overloads import functional_overload
 from .recording import EncodedLayer, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
-from .text_lengths import Lengths, follows_length, known
+from .text_lengths import Lengths, follows_length
 
 #: places of an encoder's output
 _ENCODED = 1009
@@ -102,7 +102,7 @@ class Notes:
             return thing
         if isinstance(thing, (list, tuple)) and any(isinstance(each, torch.Tensor) for each in thing):
             return [self.value(each) for each in thing]
-        return known(thing)
+        return self.lengths.noted(thing)
 
     def emit(self, op: Callable[..., Any], arguments: dict[str, Any], out: Any) -> Call:
         """Note a call that gave ``out``."""

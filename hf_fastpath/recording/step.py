@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from .. import compat
 from ..decode.named_calls import Call, Norm, Register
 from . import marks, modes
-from .errors import OUT_OF_MEMORY
+from .errors import OUT_OF_MEMORY, LengthTaken
 from .first_uses import forget_lengths
 from .lines import where
 from .listed_experts import listed_experts
@@ -55,14 +55,20 @@ def record(
     given = batch, query_len, arguments or {}, with_mask
     try:
         with skeleton.lock:
-            recording, changed = _record_with_care(noting, *given)
+            is_plain = False
+            try:
+                recording, changed = _record_with_care(noting, *given)
+                if lengths[0] is None:
+                    noting.lengths.check()
+            except LengthTaken as error:
+                if not error.is_known:
+                    raise
+                is_plain, changed = True, ["a length"]
             if changed:  # the first step may have set what the others find
-                noting = Recorder(skeleton, *lengths)
+                noting = Recorder(skeleton, *lengths, is_plain)
                 recorder.set(noting)
                 recording, changed = _record_with_care(noting, *given)
-            if lengths[0] is None:
-                noting.lengths.check()
-            if skeleton.code.asks_for_types():
+            if not is_plain and skeleton.code.asks_for_types():
                 _compare_with_plain(noting, skeleton, lengths, given)
             if changed:
                 raise Unrecordable(f"{changed[0]}, which the forward reads, and changes with every token")

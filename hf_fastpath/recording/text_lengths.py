@@ -22,12 +22,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import TensorReferenceAnalysis
 
-from .errors import Unrecordable
+from ..ops.decode_attention import MAX_QUERY_LEN
+from .errors import LengthTaken
 
 _aten = torch.ops.aten
 
 #: lengths that are looked at, at once
 _AT_ONCE = 1 << 13
+#: lengths for which PyTorch's own questions are looked at
+_MANY = 1 << 16
 #: numbers of symbols
 _NUMBERS = itertools.count()
 #: functions of ``math`` that would look at the number behind a length
@@ -79,7 +82,12 @@ class _OverTensors(TensorReferenceAnalysis):
 
 def new_env() -> ShapeEnv:
     """Return what keeps the symbols of lengths, for a mode that makes tensors without data."""
-    return ShapeEnv(duck_shape=False, specialize_zero_one=False)
+    return ShapeEnv(
+        duck_shape=False,
+        specialize_zero_one=False,
+        allow_scalar_outputs=False,
+        allow_dynamic_output_shape_ops=False,
+    )
 
 
 def computed(formula: Any, values: dict[Any, torch.Tensor]) -> torch.Tensor:
@@ -129,9 +137,12 @@ class Served:
         return self.is_all or bool(_blocks(self, past // _AT_ONCE, encoded)[past % _AT_ONCE])
 
     def bounds(self, end: int) -> list[int]:
-        """Return the numbers of tokens in a cache, below ``end``, from which on steps are served or are not."""
-        found = self.among(0, end)
-        return [] if self.is_all else (1 + (found[1:] != found[:-1]).nonzero().flatten()).tolist()
+        """Return the numbers of tokens in a cache, below ``end``, from which on some condition holds or does not."""
+        found: set[int] = set()
+        for each in self.conditions:
+            holds = replace(self, conditions=(each,)).among(0, end)
+            found.update((1 + (holds[1:] != holds[:-1]).nonzero().flatten()).tolist())
+        return sorted(found)
 
     @property
     def lines(self) -> str:
@@ -163,6 +174,7 @@ class Lengths:
         self._env, self._line_of, self._first = env, line_of, len(env.guards)
         symbols = self._new("past", past), self._new("encoded", encoded)
         self._symbols = tuple(each.node.expr for each in symbols)
+        self._is_plain = is_plain
         self.past, self.encoded = (past, encoded) if is_plain else symbols
 
     def _new(self, name: str, hint: int) -> torch.SymInt:
@@ -174,9 +186,16 @@ class Lengths:
         """Return the lengths of which the model's code would have asked for the same calls."""
         found = {}
         for guard in self._env.guards[self._first :]:
-            if guard.expr.free_symbols & set(self._symbols):
-                found.setdefault(guard.expr, self._line_of(guard.sloc.framework_loc))
+            line = self._line_of(guard.sloc.framework_loc)
+            if guard.expr.free_symbols & set(self._symbols) and (line or not self._is_of_sizes(guard.expr)):
+                found.setdefault(guard.expr, line)
         return Served(*self._symbols, tuple(found.items()))
+
+    def _is_of_sizes(self, formula: Any) -> bool:
+        """Whether PyTorch asks whether a size is 1, whose result is the same in any case: a formula holds for all
+        others."""
+        every = torch.arange(2, _MANY, device="cpu")
+        return bool(computed(formula, dict.fromkeys(self._symbols, every)).all())
 
     def values(self, past: torch.Tensor) -> dict[Any, torch.Tensor]:
         """Return the symbol of the text's length with a tensor that holds the length."""
@@ -195,12 +214,28 @@ class Lengths:
         """Refuse a step of which somebody has looked at the number behind a length, so that it serves no other.
 
         Raises:
-            Unrecordable: there is such a number.
+            LengthTaken: there is such a number.
         """
         for guard in self._env.guards[self._first :]:
             if isinstance(guard.expr, sympy.Eq) and guard.expr.free_symbols & set(self._symbols):
-                line = self._line_of(guard.sloc.framework_loc)
-                raise Unrecordable(f"a number that is made of a length{', at ' * bool(line)}{line}")
+                frame = guard.sloc.framework_loc
+                line = self._line_of(frame)
+                error = LengthTaken(f"a number that is made of a length{', at ' * bool(line)}{line}")
+                error.is_known = "/transformers/models/" in getattr(frame, "filename", "")
+                raise error
+
+    def noted(self, value: Any) -> Any:
+        """Return an argument as calls hold it, see :func:`known`. Of plain lengths, numbers that are the same are taken
+        for them."""
+        if not self._is_plain:
+            return known(value)
+        if isinstance(value, (list, tuple)) and any(type(each) is int for each in value):
+            return [self.noted(each) for each in value]
+        if type(value) is not int or not 0 <= value - self.past <= MAX_QUERY_LEN:
+            return value
+        made = IntOfLength(value)
+        made.formula = self._symbols[0] + (value - self.past)
+        return made
 
 
 def follows_length(value: Any) -> bool:
