@@ -28,9 +28,10 @@ from ..compat import (
     token_shape,
 )
 from ..decode.encoded import Encoded, seen
+from ..decode.patched import paused
 from ..ops.gemv import MAX_ROWS
 from ..patching.generation import is_served
-from ..patching.state import paused, state_of
+from ..patching.state import state_of
 from ..progress import counted
 from ..reasons import Cause, explained, named
 from .precision import in_higher_precision, wider

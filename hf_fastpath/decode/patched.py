@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import nn
@@ -50,3 +52,17 @@ class Patched(Protocol):
 
     def come_in(self) -> None:
         """Wait for another thread that is at patch() or unpatch()."""
+
+
+@contextmanager
+def paused(model: nn.Module) -> Iterator[nn.Module]:
+    """Run stock code for the length of a ``with`` block on a model that may be patched."""
+    state: Patched | None = vars(model).get(STATE_KEY)
+    was_enabled = state is not None and state.enabled
+    if state is not None:
+        state.enabled = False
+    try:
+        yield model
+    finally:
+        if state is not None:
+            state.enabled = was_enabled

@@ -208,7 +208,8 @@ class PlanCache:
             return None
         walk = walk_of(made) if made.held is None else made.held
         for snapshot in kept:
-            if snapshot.part.source is made.source and not snapshot.what_differs(walk):
+            is_alike = snapshot.part.source is made.source and snapshot.part.is_recorded == made.is_recorded
+            if is_alike and not snapshot.what_differs(walk):
                 snapshot.renew(walk)
                 with self.lock:
                     self._kept = [each for each in self._kept if each is not snapshot]

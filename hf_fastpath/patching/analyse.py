@@ -12,7 +12,6 @@ from ..architecture import PARTS, Architecture, architectures
 from ..decode import parts, structure
 from ..decode.attention_part import AttentionPart
 from ..decode.layer_part import LayerPart
-from ..decode.offloaded import Described
 from ..decode.plan_cache import Family
 from ..decode.ranks import Ranks
 from ..decode.shards import Sharded, ShardedPart
@@ -22,6 +21,7 @@ from ..quantization import replacing
 from ..reasons import Cause, named
 from ..recording.placed_part import RecordedAlone
 from ..recording.spread_part import RecordedOverRanks
+from .families import OF_PROJECTIONS, DescribedOrRecorded
 from .plan import Binding, Declined, PatchPlan
 
 #: environment variable; if it is switched on, whole models are recorded even if an architecture file describes them
@@ -43,7 +43,7 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
     architecture, bindings, declined = _modules(model, options, known, no_kernels)
     reason = _loop_disabled(options)
     if not (compat.is_multimodal(model) or compat.has_encoder(model)):  # else the step is recorded in any case
-        reason = reason or _partial_reason(declined)
+        reason = reason or _partial_reason([each for each in declined if each.reason not in OF_PROJECTIONS])
     family: Family | None = None
     whole: structure.ModelPart | None = None
     if reason is None:
@@ -52,9 +52,13 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
         if whole is not None and whole.is_recorded and (function := compat.replaced_function(model)) is not None:
             reason = Cause("replaced_function", function)  # the recording, and the twin, would be of that function
         reason = reason or _whole_reason(model, whole)
-        if whole is not None and whole.is_recorded and reason is not None:
+        if isinstance(family, DescribedOrRecorded):
+            if whole is not None and whole.is_recorded:
+                declined = [] if reason is None else declined
+                reason = _partial_reason(declined) if reason in OF_PROJECTIONS else reason
+        elif whole is not None and whole.is_recorded and reason is not None:
             family = whole = None
-        if whole is not None and whole.is_recorded:  # stock code reads its prompts, and the loop all else
+        elif whole is not None and whole.is_recorded:  # stock code reads its prompts, and the loop all else
             architecture, bindings, declined = None, [], []
     if whole is not None and reason is None and not whole.is_recorded:
         # a plan brings the weights of these modules
@@ -227,7 +231,7 @@ def _family(
     the model reads images or sound as well, or has an encoder."""
     described = next((each for each in known if structure.model_part(each, model) is not None), None)
     if described is not None and not switches.is_on(RECORD):
-        return Described(described)
+        return DescribedOrRecorded(described, model)
     if compat.is_multimodal(model) or compat.has_encoder(model):
         return RecordedAlone(model)
     if described is None and (bindings or declined):

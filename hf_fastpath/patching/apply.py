@@ -9,7 +9,9 @@ from torch import nn
 from .. import compat
 from ..decode.patched import STATE_KEY
 from ..quantization.replacing import quantize_model
+from ..recording.family import Recorded
 from .copies import bind_copying
+from .families import DescribedOrRecorded
 from .forwards import FORWARDS
 from .generation import LOOPS, prepare_cache
 from .loops import install_loops, uninstall_loops
@@ -56,9 +58,10 @@ def keep_recording(plan: PatchPlan, state: PatchState) -> None:
     Args:
         plan: applied to a model that lies in memory as its calls will find it.
     """
-    if plan.recorded is not None and plan.loop_reason is None:
-        state.plans.reason_of(plan.recorded.first)
-        plan.recorded.first = None
+    family = plan.family
+    if isinstance(family, (Recorded, DescribedOrRecorded)) and family.first is not None and plan.loop_reason is None:
+        state.plans.reason_of(family.first)
+        family.first = None
 
 
 def _bind_forward(state: PatchState, binding: Binding) -> None:

@@ -18,6 +18,7 @@ from ..decode.structure import DecoderPart
 from ..native import loader
 from ..reasons import Cause
 from ..registry import FLOAT_DTYPES
+from .families import OF_PROJECTIONS
 
 Part = NormPart | FeedForwardPart | AttentionPart | LayerPart | HeadPart | DecoderPart
 #: where a patched module keeps its ModulePatch
@@ -84,12 +85,18 @@ class ModulePatch:
         return None
 
 
+def _decodes(state: Patched) -> bool:
+    """Whether a recorded step decodes in a call that runs, whatever the prompt's forward runs."""
+    snapshot = state.plans.snapshot  # another thread may replace it at any time
+    return bool(state.plans.running) and snapshot is not None and snapshot.part.is_recorded and not snapshot.reason
+
+
 def stock(module: nn.Module, reason: str | None, *args: Any, **kwargs: Any) -> Any:
     """Run the class's own forward; a reason is counted, and raises under ``strict=True``.
 
     A module without a patch runs it too: other code may have wrapped our forward and may hold it after ``unpatch()``.
     """
     patch: ModulePatch | None = vars(module).get(KEY)
-    if patch is not None and reason not in _UNCOUNTED:
+    if patch is not None and reason not in _UNCOUNTED and not (reason in OF_PROJECTIONS and _decodes(patch.state)):
         patch.state.fall_back(reason)
     return type(module).forward(module, *args, **kwargs)

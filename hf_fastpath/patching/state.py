@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,14 +137,3 @@ def state_of(model: nn.Module) -> PatchState | None:
 def patched_model(model: nn.Module) -> nn.Module:
     """Return ``model`` if it was given to ``patch()`` itself, else the model inside it that generates."""
     return model if state_of(model) is not None else compat.generating_model(model)
-
-
-@contextmanager
-def paused(model: nn.Module) -> Iterator[nn.Module]:
-    """Run stock code on a patched model for the length of a ``with`` block."""
-    state: PatchState = vars(model)[STATE_KEY]
-    state.enabled = False
-    try:
-        yield model
-    finally:
-        state.enabled = True

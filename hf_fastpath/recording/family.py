@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ..reasons import Cause
+
 #: what a report shows in place of an architecture's name
 RECORDED = "recorded"
 
@@ -32,6 +34,14 @@ class Recorded:
         made = self._part(model)
         made.look()
         self.first = self.first or made
+        return made
+
+    def part_instead(self, model: nn.Module, reason: Cause) -> Any:
+        """Do as :meth:`model_part` for a model that another family does not take now, for a reason: if the step cannot
+        be recorded either, that reason is the one that helps."""
+        made = self._part(model)
+        made.reason_of_file = reason
+        made.look()
         return made
 
     def _part(self, model: nn.Module) -> Any:

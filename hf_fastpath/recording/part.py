@@ -52,6 +52,7 @@ class RecordedPart:
         code: what ran of the model's code when steps of it were recorded.
         lengths: of the text and of what an encoder has read, for which steps are recorded; None for any.
         by_length: gives the parts for texts of other lengths.
+        reason_of_file: why an architecture file that describes the model does not take it now; None without a file.
         is_passing: whether a reason against it was a lack of memory, which is no reason to keep.
     """
 
@@ -62,6 +63,7 @@ class RecordedPart:
     is_placed = False  # see .placed_part
     lowering = Lowering
     ranks: Ranks | None = None  # see .spread_part
+    reason_of_file: Cause | None = None
     host_weights: Sequence[list[torch.Tensor]] = ()  # see .placed_part
     sources: Sequence[tuple[int, int]] = ()
 
@@ -237,13 +239,8 @@ class RecordedPart:
     def layer_devices(self) -> list[torch.device]:
         return [*self.devices] * len(self.layers)
 
-    @property
-    def embedding(self) -> nn.Module:
-        return compat.text_embedding(self.module)
-
-    @property
-    def head(self) -> nn.Module:
-        return compat.text_head(self.module)
+    embedding = property(lambda self: compat.text_embedding(self.module))
+    head = property(lambda self: compat.text_head(self.module))
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -301,7 +298,6 @@ class RecordedPart:
         return None
 
     def length_bounds(self, end: int) -> list[int]:
-        """Return the lengths of a cache, below ``end``, from which on the step is another one."""
         return self.recording(1, 1).served.bounds(end)
 
     def drafts_reason(self, first: int, end: int) -> str | None:
@@ -312,6 +308,8 @@ class RecordedPart:
         is_known = isinstance(error, Unrecordable)
         self.is_passing = self.is_passing or isinstance(error, OUT_OF_MEMORY)
         what = str(error) if is_known else f"{type(error).__name__}: {error}"
+        if self.reason_of_file is not None:
+            return self.reason_of_file
         layer = compat.foreign_layer(self.module)
         if layer is not None:  # kernels of other packages take no tensors without data
             return odd_module(layer, f"{where}{what}")
@@ -320,7 +318,8 @@ class RecordedPart:
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
         """Return why the recorded step is not used though there is one, or None: it cannot be recorded for so many
         sequences, or does not give what the model gives."""
-        return self.shape_reason(batch, 1) or reason_against(self, plans)
+        reason = self.shape_reason(batch, 1) or reason_against(self, plans)
+        return None if reason is None else self.reason_of_file or reason
 
     def arguments_reason(self, arguments: dict[str, Any], batch: int) -> Cause | None:
         """Return why a step is not the recorded one if the forward is also given ``arguments``, or None.

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.encoded import Encoded, Seen
+from ..decode.patched import paused
 from ..decode.plan_cache import PlanCache
 from ..errors import RankError
 from ..reasons import Cause
@@ -112,7 +113,7 @@ class _Trial:
 
     def stock(self, first: int, end: int, whole: Any) -> torch.Tensor:
         """Run the model's own forward over some of the tokens; return their logits."""
-        with _WideAttention() if self.device.type == "cuda" else nullcontext():
+        with _WideAttention() if self.device.type == "cuda" else nullcontext(), paused(self.part.source):
             return compat.forward_over(self.part.source, self.tokens[:, first:end], whole, self.output).float()
 
     def mean_of(self, differences: list[float]) -> float:

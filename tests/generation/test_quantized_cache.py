@@ -12,8 +12,8 @@ from parity import RoundingCache, forced_logits
 import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE, eager_experts
+from hf_fastpath.decode.patched import paused
 from hf_fastpath.ops.kv_cache import dequantized
-from hf_fastpath.patching.state import paused
 
 NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 over_names = pytest.mark.parametrize("name", NAMES)

@@ -41,12 +41,12 @@ from hf_fastpath import FallbackError
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import fetch, page_lock, plan_cache
 from hf_fastpath.decode.offloaded import Waiting
+from hf_fastpath.decode.patched import paused
 from hf_fastpath.decode.ranks import Ranks
 from hf_fastpath.decode.structure import ModelPart
 from hf_fastpath.native import loader
 from hf_fastpath.patching.module_patch import KEY
 from hf_fastpath.patching.reporting import Report
-from hf_fastpath.patching.state import paused
 from hf_fastpath.reasons import REASONS
 from hf_fastpath.recording import proof
 from hf_fastpath.stats import MOST_DETAILS, Stats

@@ -1,0 +1,50 @@
+"""The family of a model that an architecture file describes: the file is a shortcut, never a gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .. import compat
+from ..architecture import Architecture
+from ..decode.offloaded import Described
+from ..recording.placed_part import RecordedAlone
+
+#: reasons against a described step that are about what projections are: the model's own forward may run all the same
+OF_PROJECTIONS = frozenset({"adapter", "unsupported_projection", "quantized_format"})
+
+
+class DescribedOrRecorded:
+    """The family of a model that an architecture describes. Where the model's projections are none that the file knows
+    (adapters, another package's layers), its step is recorded, as the model then is.
+
+    Attributes:
+        first: the part that was recorded when the model was looked at first; None once that is taken.
+    """
+
+    def __init__(self, architecture: Architecture, model: nn.Module):
+        self._described, self._recorded = Described(architecture), RecordedAlone(model)
+        self.first: Any = None
+
+    @property
+    def architecture(self) -> Architecture:
+        return self._described.architecture
+
+    @property
+    def module(self) -> str:
+        """Name of the transformers module that defines the architecture's classes."""
+        return self._described.module
+
+    def model_part(self, model: nn.Module) -> Any:
+        """Return ``model`` in its roles as it is now, or None if it is not of the architecture's classes."""
+        part = self._described.model_part(model)
+        reason = None if part is None else part.reason()
+        if reason not in OF_PROJECTIONS or not compat.is_decoder_alone(model):
+            return part
+        made = self._recorded.part_instead(model, reason)
+        self.first = self.first or made
+        return made
+
+    def __deepcopy__(self, memo: dict) -> DescribedOrRecorded:
+        return self
