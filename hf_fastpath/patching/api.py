@@ -193,7 +193,11 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
     options, ledger = state.options, state.ledger
     if options.weights is None and put_weights is None and "loop" in options.ops:
         repack_checkpoint(model, ledger.replaced, ledger.removed_hooks, quiet)
-    plan = analyse(model, options, next(filter(None, map(loader.why_not_native, _devices(model))), None))
+    no_kernels = next(filter(None, map(loader.why_not_native, _devices(model))), None)
+    plan = analyse(model, options, no_kernels)
+    if ledger.replaced and plan.architecture is None and plan.loop_reason is not None:
+        ledger.bring_layers_back()  # the package's own kernels serve stock's loop
+        plan = analyse(model, options, no_kernels)
     check_coverage(plan)
     if selftest.is_due(plan):
         with nullcontext() if quiet else announced("trying a small random twin of the model"):

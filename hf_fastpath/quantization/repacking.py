@@ -166,11 +166,14 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
         return
     known = structural.known_for(model, architectures())
     part = next(filter(None, (model_part(architecture, model) for architecture in known)), None)
-    if part is None or part.other_reason() is not None:
+    if part is not None and part.other_reason() is not None:
         return
-    first = len(replaced)
+    first, packed = len(replaced), functools.partial(_packed_alike, dtype=model.dtype)
     try:
-        repack_layers(part, replaced, quiet, functools.partial(_packed_alike, dtype=part.module.dtype))
+        if part is None:
+            _repack_modules(model, replaced, quiet, packed)
+        else:
+            repack_layers(part, replaced, quiet, packed)
     except NoCounterpart as found:
         while len(replaced) > first:
             replaced.pop().undo()
@@ -198,6 +201,19 @@ def repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool, packed
                 _put(packed(linears), places, replaced)
             bar.update()
     _put(packed([part.head]), places, replaced)
+
+
+def _repack_modules(model: nn.Module, replaced: list[Replaced], quiet: bool, packed: Packing) -> None:
+    """Do as :func:`repack_layers` for a model that no file describes: all layers that a package's checkpoint brought.
+    Those of one module that take inputs of one size lie behind each other in memory, as some of them take one input."""
+    places, groups = places_of(model), {}
+    for path, module in model.named_modules():
+        if family_of(module) is not None:
+            groups.setdefault((path.rpartition(".")[0], getattr(module, "in_features", None)), []).append(module)
+    with counted(len(groups), "hf_fastpath: repacking layers", quiet) as bar:
+        for linears in groups.values():
+            _put(packed(linears), places, replaced)
+            bar.update()
 
 
 def _put(
