@@ -91,7 +91,6 @@ from .generation import (
     num_new_tokens,
     num_tokens_behind,
     numbers_of,
-    overridden_method,
     pad_token,
     philox_offset,
     prefill,
@@ -123,6 +122,7 @@ from .models import (
     is_decoder_alone,
     is_flash_attention,
     is_multimodal,
+    is_static_rope,
     known_positions,
     layer_config,
     model_of_config,
@@ -195,5 +195,6 @@ from .seams import (
     with_stacks,
     without_modes,
 )
+from .token_methods import CacheDrop, cache_drop, overridden_method
 from .torch_state import foreign_mode, replaced_function, without_foreign_modes
 from .versions import TESTED_TRANSFORMERS, transformers_version

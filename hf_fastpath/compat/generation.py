@@ -28,7 +28,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase as Tokenizer
 
 from .caches import _OLD_CACHE, CACHE
-from .code import is_known_code, name_of
 from .models import text_decoder
 
 __all__ = [
@@ -60,24 +59,6 @@ def is_assisted_mode(generation_mode: Any) -> bool:
 FORWARD_ARGUMENTS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE, _OLD_CACHE}
 )
-#: methods that ``GenerationMixin._sample`` calls for every token and our loop does not call
-_TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-
-
-def overridden_method(model: Any, home: str) -> str | None:
-    """Return a method that code other than ``home``'s has put between ``generate()`` and the forward, or None.
-
-    Returns:
-        The method's name, and where it is defined.
-    """
-    for name in _TOKEN_METHODS:
-        of_class, of_instance = getattr(type(model), name), vars(model).get(name)
-        if not is_known_code(of_class, home):
-            return f"{name} is {name_of(of_class)}"
-        # PEFT leaves the class's own method behind, bound to the instance; that is no other code
-        if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
-            return f"{name} is {name_of(of_instance)}"
-    return None
 
 
 #: keyword arguments of ``generate()`` that change neither logits nor the cache: ``prepare_inputs_for_generation``
