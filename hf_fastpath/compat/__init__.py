@@ -101,6 +101,7 @@ from .generation import (
     uses_generation_mixin_sample,
 )
 from .host_memory import lock_pages, unlock_pages
+from .imported import file_digest, is_elsewhere, is_file_of, module_digest, unchanged_digest
 from .models import (
     FORWARD_NOTES,
     GENERATION_DEFAULTS,
@@ -195,6 +196,7 @@ from .seams import (
     with_stacks,
     without_modes,
 )
+from .tested_code import CORE_MODULES, why_untested
 from .token_methods import CacheDrop, cache_drop, overridden_method
 from .torch_state import foreign_mode, replaced_function, without_foreign_modes
-from .versions import TESTED_TRANSFORMERS, transformers_version
+from .versions import TESTED_TRANSFORMERS, is_development, transformers_version

@@ -49,20 +49,20 @@ _SAME_INPUTS: dict[str, tuple[str, ...]] = {
     "HunYuanVLForConditionalGeneration": ("f177ce762334194f",),
     "HyperCLOVAXVisionV2ForConditionalGeneration": ("3e1a13c49a9d45d6",),
     "InklingForConditionalGeneration": ("f6d2350f90b5fa4e", "8fab4d263a5254b3"),
-    "Kosmos2TextForCausalLM": ("b91bde903d6bdd47", "06081b401788677d"),
+    "Kosmos2TextForCausalLM": ("b91bde903d6bdd47", "0f12e91aa82de559", "06081b401788677d"),
     "Kosmos2_5ForConditionalGeneration": ("2d399a55bc7ce0f6", "46a3e6c3618acee1"),
     "Kosmos2_5TextForCausalLM": ("7475409713082153", "b6baf1d50657ffb3"),
     "Mamba2ForCausalLM": ("3b14fd9b24bcda46", "ecd4b55e24f9ff50"),
     "MambaForCausalLM": ("3b14fd9b24bcda46", "ecd4b55e24f9ff50"),
-    "MiniCPMOcrForConditionalGeneration": ("08badea30e339a28",),
+    "MiniCPMOcrForConditionalGeneration": ("a69d7fbe47d2080f", "08badea30e339a28"),
     "MiniCPMV4_6ForConditionalGeneration": ("a69d7fbe47d2080f", "08badea30e339a28"),
-    "MiniCPMV4_7ForConditionalGeneration": ("08badea30e339a28",),
-    "MllamaForConditionalGeneration": ("096ad86f7361a623", "da8f0dfa2cece73e"),
+    "MiniCPMV4_7ForConditionalGeneration": ("a69d7fbe47d2080f", "08badea30e339a28"),
+    "MllamaForConditionalGeneration": ("096ad86f7361a623", "1c166188360b94aa", "da8f0dfa2cece73e"),
     "Molmo2ForConditionalGeneration": ("887af8da5f8af54c",),
     "NemotronHForCausalLM": ("dcbb5e7989623417",),
     "PaliGemmaForConditionalGeneration": ("64393087399633c3",),
     "RoCBertForCausalLM": ("77a7895677d0e019", "01ef9360ef22339b"),
-    "VibeVoiceAsrForConditionalGeneration": ("3507c9f6957939ab", "68d5f992341b48d2"),
+    "VibeVoiceAsrForConditionalGeneration": ("3507c9f6957939ab", "33dafb44198a422f", "68d5f992341b48d2"),
     "WhisperForConditionalGeneration": ("cba7c83a6bb0997e", "79e84c9bfd87e858"),
     "Zamba2ForCausalLM": ("dcbb5e7989623417",),
     "ZambaForCausalLM": ("dcbb5e7989623417",),
@@ -81,8 +81,8 @@ _FORGETTING: dict[str, tuple[str, ...]] = {
 }
 #: overrides that drop the cache in the same way, and then give the forward all tokens again
 _READING_AGAIN: dict[str, tuple[str, ...]] = {
-    "Phi3ForCausalLM": ("84b94a5866b92c92",),
-    "PhimoeForCausalLM": ("84b94a5866b92c92",),
+    "Phi3ForCausalLM": ("3a4ead37b70764a3", "84b94a5866b92c92"),
+    "PhimoeForCausalLM": ("3a4ead37b70764a3", "84b94a5866b92c92"),
 }
 
 

@@ -24,7 +24,7 @@ _PROMPT, _STEPS = 8, 3
 #: how many times the twin's difference from stock, or stock's own noise, a model may show
 _TIMES = 3.0
 #: a larger difference is no rounding, whatever the twin showed
-_MOST = 0.25
+MOST = 0.25
 #: nor is one that is larger than this, whatever noise stock itself shows: logits of other weights are 1.4 away
 _MOST_OF_NOISE = 1.0
 #: layers of the twin, and features of its embeddings
@@ -187,4 +187,4 @@ def _allowed(part: Any) -> float:
     if dtype == torch.float32:  # and those of long sums, which are rounded once in 16 bits
         growth *= max(1.0, width / _TWINS_WIDTH) ** 0.5
     least = _ROUNDINGS * torch.finfo(dtype).eps
-    return min(_MOST, _TIMES * growth * max(part.architecture.twins_difference, least))
+    return min(MOST, _TIMES * growth * max(part.architecture.twins_difference, least))
