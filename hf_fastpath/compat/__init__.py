@@ -39,6 +39,7 @@ from .code import (
     names_written,
     run_under_autocast,
 )
+from .config_sizes import check_sizes, few_modules
 from .drafts import (
     CRITERIA_SEE_DRAFTS,
     candidate_generator,
