@@ -17,6 +17,7 @@ from .caches import (
     layer_kinds,
     layer_windows,
     made_layer,
+    named_arguments,
     order_offloading,
     prefetch_waits,
     prepare_cache_stock,
@@ -169,6 +170,7 @@ from .quantizers import (
     quantization_methods,
     should_convert_module,
 )
+from .required import what_is_missing
 from .seams import (
     CONVERT,
     EXPAND,

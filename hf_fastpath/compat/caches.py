@@ -11,7 +11,6 @@ import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from transformers.generation import GenerationMixin
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 __all__ = ["Cache", "DynamicCache", "LinearAttentionLayer"]
 
@@ -47,7 +46,8 @@ def cache_of(arguments: Mapping[str, Any], own_name: str | None) -> Any:
 
 def is_continuous_batch(arguments: Mapping[str, Any]) -> bool:
     """Whether these are arguments of a forward in ``generate_batch()``: several prompts and tokens in one row."""
-    return isinstance(arguments.get("cache"), PagedAttentionCache)
+    kinds = type(arguments.get("cache")).__mro__
+    return any(kind.__name__ == "PagedAttentionCache" for kind in kinds)  # its module is only imported for such batches
 
 
 def record_past_of(layer: Any) -> bool:
@@ -148,6 +148,21 @@ def order_offloading(cache: Any, device: torch.device) -> None:
 def prepare_cache_stock(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the ``_prepare_cache_for_generation`` of the model's class."""
     return type(model)._prepare_cache_for_generation(model, *args, **kwargs)
+
+
+def named_arguments(function: Any, model: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a method by their names, which a release may have put into another order.
+
+    Args:
+        function: the method as it is in its class.
+        model: what it was called on.
+        args, kwargs: what it was given.
+    """
+    if not args:
+        return dict(kwargs)
+    bound = inspect.signature(function).bind_partial(model, *args)
+    _, *names = bound.arguments
+    return {name: bound.arguments[name] for name in names} | kwargs
 
 
 PREPARE_CACHE = "_prepare_cache_for_generation"

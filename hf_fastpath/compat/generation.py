@@ -164,7 +164,8 @@ def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_k
     """Run the prompt as ``GenerationMixin._sample`` does."""
     is_slow = input_ids.device.type == "cpu" and model.dtype in (torch.float16, torch.bfloat16)
     with _FoldedRows() if is_slow else nullcontext():  # a mode costs every call of a forward microseconds
-        return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+        named = dict(generation_config=generation_config, model_kwargs=model_kwargs, is_first_iteration=True)
+        return model._prefill(input_ids=input_ids, **named)
 
 
 def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len: int, model_kwargs: dict) -> Any:
@@ -201,10 +202,8 @@ def inputs_behind(model: Any, input_ids: torch.Tensor, model_kwargs: dict) -> di
 
 def _updated(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Return the keyword arguments of a prompt once ``count`` tokens follow it."""
-    given = dict(model_kwargs)
-    return model._update_model_kwargs_for_generation(
-        {}, given, is_encoder_decoder=model.config.is_encoder_decoder, num_new_tokens=count
-    )
+    named = dict(is_encoder_decoder=model.config.is_encoder_decoder, num_new_tokens=count)
+    return model._update_model_kwargs_for_generation(outputs={}, model_kwargs=dict(model_kwargs), **named)
 
 
 def rotary_positions(model: Any, position_ids: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch
 
 _IMPORTED_AT = time.time()
 _TORCH = str(Path(torch.__file__).resolve().parent)
+_OWN = str(Path(__file__).resolve().parents[1])
 _PYTHON = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 #: seconds by which clocks of files and of processes may differ
 _MARGIN = 1.0
@@ -83,7 +84,7 @@ def _imported(name: str) -> _Imported | None:
         if code.co_filename == path:
             if code not in found.codes:  # it was imported from what the file was before
                 return None
-        elif is_elsewhere(code.co_filename):
+        elif is_elsewhere(code.co_filename) and not code.co_filename.startswith(_OWN):  # wrappers of our loops
             foreign.update(place.encode())
             foreign.update(marshal.dumps(code, 2))  # without marks of objects that are shared just now
     if not name.startswith("transformers."):  # whose values come from files of one version

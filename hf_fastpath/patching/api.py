@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import compat, logs
 from ..decode.structure import MAX_BATCH
+from ..errors import lacking
 from ..native import huge_pages, loader
 from ..options import HEADS, Options
 from ..progress import announced
@@ -79,6 +80,8 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
     options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original, page_size)
+    if (missing := compat.what_is_missing()) is not None:
+        raise lacking(missing)
     return patch_with(model, options, quiet)
 
 
