@@ -72,11 +72,19 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(f".{name}", __name__)
     except (ImportError, AttributeError) as error:
-        if "transformers." not in str(error):
+        if not _is_raised_in_compat(error):
             raise
         from .errors import lacking
 
         raise lacking(str(error)) from error
+
+
+def _is_raised_in_compat(error: BaseException) -> bool:
+    """Whether an error was raised while ``compat`` was imported, and not because torch lacks a name."""
+    folder, frames = str(Path(__file__).with_name("compat")), error.__traceback__
+    while frames is not None and not frames.tb_frame.f_code.co_filename.startswith(folder):
+        frames = frames.tb_next
+    return frames is not None and not (getattr(error, "name", None) or "").startswith("torch")
 
 
 def __getattr__(name: str) -> Any:

@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 from transformers.generation import GenerationMixin
 
-__all__ = ["Cache", "DynamicCache", "LinearAttentionLayer"]
+__all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "DynamicSlidingWindowLayer", "LinearAttentionLayer"]
 
 
 _OLD_CACHE = "past_key_values"

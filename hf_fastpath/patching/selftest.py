@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import compat
 from ..check.comparison import compare, different_tokens
+from ..check.draws import different_draws
 from ..errors import UnsupportedModelError
 from ..options import Options
 from ..reasons import REASONS
@@ -319,10 +320,17 @@ def _difference(
             encoded = None
             if compat.has_encoder(twin):
                 encoded = torch.randn(1, _ENCODED, compat.encoder_width(twin)).to(prompt.device)
-            tokens = different_tokens(twin, prompt, _NEW_TOKENS, encoded)
+            tokens = different_tokens(twin, prompt, _NEW_TOKENS, encoded) or _different_draws(twin, prompt, encoded)
             part = state.plans.part_of(twin.to(dtype)) if tokens is None else None
             return tokens, 0.0 if part is None else proof.difference(part, state.plans)
         result = compare(twin, prompt, _NEW_TOKENS)
-        return None if result.ok else str(result), 0.0
+        return _different_draws(twin, prompt) if result.ok else str(result), 0.0
     finally:
         undo(state)
+
+
+def _different_draws(twin: nn.Module, prompt: torch.Tensor, encoded: torch.Tensor | None = None) -> str | None:
+    """Return how stock code draws other tokens than ours, or None. Of the tested code that is known."""
+    if compat.why_untested(()) is None or compat.token_shape(twin):
+        return None
+    return different_draws(twin, prompt, encoded)
