@@ -25,6 +25,7 @@ from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, 
 from transformers.generation import GenerationMixin
 
 COMPAT = Path(__file__).resolve().parents[1] / "hf_fastpath" / "compat"
+AT_ONCE = ("DynamicCache.update", "GenerationMixin.prepare_inputs_for_generation", "_speculative_sampling")
 GREEDY = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
 WAYS = (GREEDY, GREEDY | dict(num_beams=2), GREEDY | dict(prompt_lookup_num_tokens=2))
 
@@ -151,11 +152,6 @@ def main() -> None:
     found = {}
     for module, name in imported():
         found[f"import {module} {name}"] = tried(lambda m=module, n=name: without_import(m, n), "llama", 1)
-    for module, names in required._NAMES.items():
-        if module == "transformers":  # whose names come lazily, from modules of their own
-            continue
-        for name in names:
-            found[f"attribute {module} {name}"] = tried(lambda m=module, n=name: without_attribute(m, n), "llama", 1)
     for name in required._ARGUMENTS:
         short = name.rpartition(".")[2]
         if short == "_prepare_cache_for_generation":  # which transformers alone calls, and by places
@@ -164,6 +160,12 @@ def main() -> None:
         place = arguments.index("streamer") if "streamer" in arguments else 2
         model = "bart" if short == "_assisted_decoding" else "llama"
         found[f"argument {place} {name}"] = tried(lambda s=short, p=place: grown(s, p), model, len(WAYS))
+    # names that are looked up when this package is imported, then those that are looked up later
+    names = [(module, name) for module, all_ in required._NAMES.items() for name in all_ if module != "transformers"]
+    for module, name in sorted(names, key=lambda each: each[1] not in AT_ONCE):
+        if name not in AT_ONCE:
+            import hf_fastpath.patching.api  # noqa: F401
+        found[f"attribute {module} {name}"] = tried(lambda m=module, n=name: without_attribute(m, n), "llama", 1)
     json.dump(found, sys.stdout)
 
 

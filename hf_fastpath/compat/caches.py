@@ -23,13 +23,13 @@ __all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "DynamicSlidingWindowLaye
 
 _OLD_CACHE = "past_key_values"
 #: name of the KV cache among the arguments of ``generate()`` and of forwards, and in their outputs; from 5.24 on the
-#: name is ``"cache"``, and the old name is still taken with a warning
+#: name is ``"cache"``, and the old name is still taken with a warning. Remove the choice when 5.23 is not supported.
 CACHE = (
     "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD_CACHE
 )
 
 
-#: what Mamba's classes call it before 5.24
+#: what Mamba's classes call it before 5.24; remove it when 5.23 is not supported
 _STATES_CACHE = "cache_params"
 
 
@@ -137,7 +137,10 @@ _PREFETCH_WAITS = _update_waits()
 
 
 def prefetch_waits() -> bool:
-    """Whether an offloading cache's copies back to the GPU wait for those to the host; in 5.17 they do not."""
+    """Whether an offloading cache's copies back to the GPU wait for those to the host; in 5.17 they do not.
+
+    Remove this, and :func:`order_offloading`, when 5.17 is not supported.
+    """
     return _PREFETCH_WAITS
 
 

@@ -10,7 +10,7 @@ from transformers.generation import candidate_generator as candidates
 from transformers.generation import utils as generation_utils
 
 #: whether ``GenerationMixin._assisted_decoding`` also asks the stopping criteria about every draft, as in 5.17; if they
-#: end the text behind a draft, no token follows that draft
+#: end the text behind a draft, no token follows that draft. Remove it when 5.17 is not supported.
 CRITERIA_SEE_DRAFTS = "is_done_candidate" in inspect.signature(generation_utils._speculative_sampling).parameters
 
 

@@ -29,7 +29,8 @@ _TOKEN_METHODS = (_INPUTS, _ARGUMENTS, "_prefill", "_optimize_model_for_decode",
 _DECORATORS = ("transformers.utils.deprecation", "transformers.utils.generic")
 
 #: overrides of ``prepare_inputs_for_generation`` that give a token behind the prompt what transformers' own gives it,
-#: or what the first such token was given (which ``decode.multimodal`` asks): class -> digests, oldest version first
+#: or what the first such token was given (which ``decode.multimodal`` asks): class -> digests, oldest version first.
+#: Remove a digest when the last version with that source is not supported.
 _SAME_INPUTS: dict[str, tuple[str, ...]] = {
     "BambaForCausalLM": ("dcbb5e7989623417",),
     "BlipTextLMHeadModel": ("9a2037e8fbf24604", "c7f2f32045cd135c"),
