@@ -80,8 +80,6 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
     options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original, page_size)
-    if (missing := compat.what_is_missing()) is not None:
-        raise lacking(missing)
     return patch_with(model, options, quiet)
 
 
@@ -96,6 +94,8 @@ def patch_with(
     Args:
         put_weights: puts quantized weights in place, instead of what the options ask for.
     """
+    if (missing := compat.what_is_missing()) is not None:
+        raise lacking(missing)
     with compat.without_foreign_modes():
         return _patch_alone(model, options, quiet, put_weights)
 
