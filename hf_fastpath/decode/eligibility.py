@@ -94,7 +94,9 @@ def _dropped_cache_reason(part: ModelPart, input_ids: torch.Tensor, config: Any,
     in_step = held + step - length - 1 <= found.length and (config.max_length is None or step < config.max_length)
     if not (in_prompt or in_step):
         return None
-    if found.is_read_again and held == length and compat.is_static_rope(part.module.config):
+    # transformers' own loop over beams would give all tokens to a step of ours
+    is_harmless = found.is_read_again and (config.num_beams or 1) == 1
+    if is_harmless and held == length and compat.is_static_rope(part.module.config):
         return None
     return Cause("generation_method", f"{found.method}, which drops the cache behind {found.length} tokens")
 

@@ -55,18 +55,17 @@ def test_every_override_of_transformers_was_looked_at():
     assert not unknown and seen > 30
 
 
-def greedy(model, length, count):
+def greedy(model, length, count, **options):
     torch.manual_seed(1)
-    return model.generate(
-        torch.randint(3, 150, (1, length)), max_new_tokens=count, min_new_tokens=count, pad_token_id=0
-    )
+    ids = torch.randint(3, 150, (1, length))
+    return model.generate(ids, max_new_tokens=count, min_new_tokens=count, pad_token_id=0, **options)
 
 
-def compared(ours, stock, length, count):
+def compared(ours, stock, length, count, **options):
     """Return the reasons of a call, whose tokens are stock's."""
     with counting(ours) as counts:
-        found = greedy(ours, length, count)
-    assert torch.equal(found, greedy(stock, length, count))
+        found = greedy(ours, length, count, **options)
+    assert torch.equal(found, greedy(stock, length, count, **options))
     assert counts.fast == (0 if counts.reasons else count)
     return counts.reasons
 
@@ -92,6 +91,8 @@ def test_phi3_reads_its_text_again():
     drop = token_methods.cache_drop(ours)
     reasons = compared(ours, stock, limit - 8, 16)
     assert drop.length == limit and bool(reasons) is not drop.is_read_again
+    assert compared(ours, stock, limit - 8, 16, num_beams=2) == {"generation_method": 1}
+    assert compared(ours, stock, limit - 8, 16, prompt_lookup_num_tokens=3).keys() <= {"generation_method"}
 
 
 def edits_tokens(self, input_ids, **kwargs):

@@ -82,9 +82,7 @@ def test_a_file_that_is_another_one_is_untested_whatever_its_version(monkeypatch
         with monkeypatch.context() as patch:
             patch.setitem(compat.tested_code._TESTED, file, ("of another version",))
             patch.setattr(selftest, "run", lambda *_: ("token 3 is 5", 0.0))
-            with pytest.raises(
-                UnsupportedModelError, match=f"^{file} of transformers .* is another one .* 3 is 5"
-            ):
+            with pytest.raises(UnsupportedModelError, match=f"^{file} of transformers .* is another one .* 3 is 5"):
                 hf_fastpath.patch(build("llama"), quiet=True)
     monkeypatch.setattr(compat.versions.transformers, "__version__", f"{compat.transformers_version()}.0.dev0")
     assert "under development" in compat.why_untested(())
