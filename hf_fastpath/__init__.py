@@ -63,11 +63,35 @@ if not _is_program():
     from . import ops as ops  # torch.ops.hf_fastpath is there from now on
 
 
+def _import(name: str) -> Any:
+    """Import a module of this package.
+
+    Raises:
+        UnsupportedModelError: the installed transformers has moved what the package uses.
+    """
+    try:
+        return importlib.import_module(f".{name}", __name__)
+    except (ImportError, AttributeError) as error:
+        if not _is_raised_in_compat(error):
+            raise
+        from .errors import lacking
+
+        raise lacking(str(error)) from error
+
+
+def _is_raised_in_compat(error: BaseException) -> bool:
+    """Whether an error was raised while ``compat`` was imported, and not because torch lacks a name."""
+    folder, frames = str(Path(__file__).with_name("compat")), error.__traceback__
+    while frames is not None and not frames.tb_frame.f_code.co_filename.startswith(folder):
+        frames = frames.tb_next
+    return frames is not None and not (getattr(error, "name", None) or "").startswith("torch")
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        value = importlib.import_module(f".{_MODULES[name]}", __name__)
+        value = _import(_MODULES[name])
     elif name in _PUBLIC:
-        value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        value = getattr(_import(_PUBLIC[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

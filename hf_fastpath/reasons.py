@@ -212,8 +212,9 @@ REASONS: dict[str, Reason] = {
         "see report(model) on the rank that is named",
     ),
     "generation_method": Reason(
-        "a method that generate() calls for every token is overridden (prompts that PEFT has learned, ...)",
-        "leave out the code that overrides the method; learned prompts cannot be merged into weights",
+        "a method that generate() calls for every token is overridden by code that nobody has looked at (prompts that "
+        "PEFT has learned, a class of the user's, ...), or by code that drops the cache in this call",
+        "leave out what overrides the method; where it drops the cache, ask for fewer tokens",
     ),
     "synced_gpus": Reason("generation is synchronized over several processes", "pass synced_gpus=False"),
     "custom_sample": Reason("the model class has a decode loop of its own", "nothing to set: it belongs to the model"),

@@ -6,9 +6,8 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from ..compat import LayerKind
+from ..compat import CacheLayerMixin, DynamicSlidingWindowLayer, LayerKind
 
 #: names of the two halves of a layer
 HALVES = ("keys", "values")

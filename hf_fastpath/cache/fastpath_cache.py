@@ -7,9 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from ..compat import MIN_WINDOW, LayerKind, layer_kind, made_layer, record_past_of
+from ..compat import (
+    MIN_WINDOW,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LayerKind,
+    layer_kind,
+    made_layer,
+    record_past_of,
+)
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.kv_cache import MAX_PAGE_SIZE, MIN_PAGE_SIZE, is_page_size, is_quantized
 from .buffers import KV_DTYPES

@@ -286,7 +286,10 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
             made = torch.stack(generate(True, output_logits=True, return_dict_in_generate=True).logits, dim=1)
             again = decode_logits(model, fast_tokens[:, :-1], prefill, True, prompt_mask, case.over()).float()
             is_near = (made - again).abs().mean().item() <= 2 * mean_floor
-            is_explained = is_near and torch.equal(_drawn(made), fast_tokens[:, prefill:])
+            with paused(model):  # stock's tokens have to come of its logits by the same rule
+                stocks = torch.stack(generate(False, output_logits=True, return_dict_in_generate=True).logits, dim=1)
+            pairs = (made, fast_tokens), (stocks, stock_tokens)
+            is_explained = is_near and all(torch.equal(drawn(each), tokens[:, prefill:]) for each, tokens in pairs)
         else:
             is_explained = margin <= 2 * (ours - stock)[row, divergence].abs().max().item()
     within = mean_error <= 2 * mean_floor or (divergence is None and agreement == 1)
@@ -308,7 +311,7 @@ def _compare(model: nn.Module, case: _Case, new_tokens: int) -> Row:
     )
 
 
-def _drawn(logits: torch.Tensor) -> torch.Tensor:
+def drawn(logits: torch.Tensor) -> torch.Tensor:
     """Return [batch, positions] tokens that the seed draws from [batch, positions, vocab_size] logits."""
     torch.manual_seed(SEED)
     steps = logits.float().softmax(-1).unbind(1)
@@ -316,7 +319,7 @@ def _drawn(logits: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _plain_generation(model: nn.Module, ids: torch.Tensor) -> Iterator[None]:
+def plain_generation(model: nn.Module, ids: torch.Tensor) -> Iterator[None]:
     """Generate behind ``ids`` without end token and logits processors, and with a generator that may be seeded."""
     kept = model.generation_config
     with torch.random.fork_rng(devices=[ids.device] if ids.device.type == "cuda" else []):
@@ -333,7 +336,7 @@ def different_tokens(
     model: nn.Module, ids: torch.Tensor, max_new_tokens: int, encoded: torch.Tensor | None = None
 ) -> str | None:
     """Return the first case of :func:`compare`, of the same arguments, with other tokens than stock's, or None."""
-    with _plain_generation(model, ids):
+    with plain_generation(model, ids):
         for case in _all_cases(model, ids, max_new_tokens, encoded):
             made = []
             for fast in (True, False):
@@ -369,7 +372,7 @@ def compare(
         )
     stock_loop = why_no_plan(model)
     rows, cases = [], _all_cases(model, ids, max_new_tokens, encoded)
-    with _plain_generation(model, ids), counted(len(cases), "hf_fastpath: verify") as bar:
+    with plain_generation(model, ids), counted(len(cases), "hf_fastpath: verify") as bar:
         for case in cases:
             bar.set_description_str(f"hf_fastpath: verify, {case.name}", refresh=False)
             rows.append(_compare(model, case, max_new_tokens))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from ..patching.coverage import check_anything
 from ..patching.plan import PatchPlan
 from ..patching.reporting import Report
 from ..quantization.linear import PackedLinear
+from ..quantization.plain_files import read_plain
 from ..quantization.schemes import repack_empty, schemes_of
 from ..reasons import REASONS
 from ..recording.family import RECORDED
@@ -29,6 +32,13 @@ from . import several_gpus
 BATCHES = (1, 8)
 #: positions that each sequence holds, if the model knows so many
 CONTEXTS = (1024, 8192, 32768, 131072)
+
+
+#: errors that come of what a config says; a RuntimeError may be one of ours, which has to be seen
+_OF_A_CONFIG = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NotImplementedError, RecursionError),
+    *(TypeError, ValueError),
+)
 
 
 @dataclass(frozen=True)
@@ -139,15 +149,28 @@ def config_of(source: str, trust_remote_code: bool = False) -> Any:
     Raises:
         ValueError: there is none that transformers can read.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     try:
+        path = Path(source)
+        file = path / "config.json" if path.is_dir() else path
+        entries = json.loads(read_plain(file)) if file.exists() else PreTrainedConfig.get_config_dict(source)[0]
+        if not isinstance(entries, dict):
+            raise ValueError(f"it holds {type(entries).__name__}, expected an object")
+        compat.check_sizes(entries)
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # of the file, the hub, transformers, or a class that came with the config
         raise ValueError(
-            f"{source!r} is no folder, config.json or model id that transformers can read: {first}"
-        ) from None
+            f"{str(source)!r} is no folder, config.json or model id that transformers can read: "
+            f"{_said(error).removeprefix('OSError: ').removeprefix('ValueError: ')}"
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    """Return what an error says, in one line of bounded length."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    text = f"{type(error).__name__}: {first}".rstrip(": ")
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def examine(model: nn.Module) -> tuple[PatchPlan, Report]:
@@ -199,15 +222,27 @@ def explain_config(
     gpus: int = 1,
 ) -> Explanation:
     """Do as :func:`explain` for a config that is already loaded; ``source`` is its name."""
-    dtype = dtype or getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     try:
-        with torch.device("meta"):
+        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        dtype = dtype or own or torch.float32
+        with torch.device("meta"), compat.few_modules():
             model = compat.model_of_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
     except Exception as error:  # the model's code is not ours and may raise anything
-        first = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
-            f"transformers makes no model of {source!r} ({type(config).__name__}): {type(error).__name__}: {first}"
+            f"transformers makes no model of {str(source)!r} ({type(config).__name__}): {_said(error)}"
         ) from error
+    try:
+        return _explained(config, model, source, dtype, device, bandwidth, gpus)
+    except _OF_A_CONFIG as error:
+        raise ValueError(
+            f"the model that transformers makes of {str(source)!r} ({type(config).__name__}) cannot be looked at "
+            f"({_said(error)}): look for an entry of its config that no such model has"
+        ) from error
+
+
+def _explained(
+    config: Any, model: nn.Module, source: str, dtype: torch.dtype, device: str, bandwidth: float | None, gpus: int
+) -> Explanation:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     plan, report, unsupported, checkpoint = None, None, None, None
     quantized = compat.quantization_config(config)

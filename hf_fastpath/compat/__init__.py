@@ -7,7 +7,9 @@ from .caches import (
     MIN_WINDOW,
     PREPARE_CACHE,
     Cache,
+    CacheLayerMixin,
     DynamicCache,
+    DynamicSlidingWindowLayer,
     LayerKind,
     LinearAttentionLayer,
     cache_name,
@@ -17,6 +19,7 @@ from .caches import (
     layer_kinds,
     layer_windows,
     made_layer,
+    named_arguments,
     order_offloading,
     prefetch_waits,
     prepare_cache_stock,
@@ -39,6 +42,7 @@ from .code import (
     names_written,
     run_under_autocast,
 )
+from .config_sizes import check_sizes, few_modules
 from .drafts import (
     CRITERIA_SEE_DRAFTS,
     candidate_generator,
@@ -91,7 +95,6 @@ from .generation import (
     num_new_tokens,
     num_tokens_behind,
     numbers_of,
-    overridden_method,
     pad_token,
     philox_offset,
     prefill,
@@ -102,6 +105,7 @@ from .generation import (
     uses_generation_mixin_sample,
 )
 from .host_memory import lock_pages, unlock_pages
+from .imported import file_digest, is_elsewhere, is_file_of, module_digest, unchanged_digest
 from .models import (
     FORWARD_NOTES,
     GENERATION_DEFAULTS,
@@ -123,6 +127,7 @@ from .models import (
     is_decoder_alone,
     is_flash_attention,
     is_multimodal,
+    is_static_rope,
     known_positions,
     layer_config,
     model_of_config,
@@ -168,6 +173,7 @@ from .quantizers import (
     should_convert_module,
 )
 from .recording_cache import RecordingCache
+from .required import what_is_missing
 from .seams import (
     CONVERT,
     EXPAND,
@@ -196,5 +202,7 @@ from .seams import (
     with_stacks,
     without_modes,
 )
+from .tested_code import CORE_MODULES, why_untested
+from .token_methods import CacheDrop, cache_drop, overridden_method
 from .torch_state import foreign_mode, replaced_function, without_foreign_modes
-from .versions import TESTED_TRANSFORMERS, transformers_version
+from .versions import TESTED_TRANSFORMERS, is_development, transformers_version

@@ -9,22 +9,27 @@ from typing import Any
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 from transformers.generation import GenerationMixin
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-__all__ = ["Cache", "DynamicCache", "LinearAttentionLayer"]
+__all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "DynamicSlidingWindowLayer", "LinearAttentionLayer"]
 
 
 _OLD_CACHE = "past_key_values"
 #: name of the KV cache among the arguments of ``generate()`` and of forwards, and in their outputs; from 5.24 on the
-#: name is ``"cache"``, and the old name is still taken with a warning
+#: name is ``"cache"``, and the old name is still taken with a warning. Remove the choice when 5.23 is not supported.
 CACHE = (
     "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD_CACHE
 )
 
 
-#: what Mamba's classes call it before 5.24
+#: what Mamba's classes call it before 5.24; remove it when 5.23 is not supported
 _STATES_CACHE = "cache_params"
 
 
@@ -47,7 +52,8 @@ def cache_of(arguments: Mapping[str, Any], own_name: str | None) -> Any:
 
 def is_continuous_batch(arguments: Mapping[str, Any]) -> bool:
     """Whether these are arguments of a forward in ``generate_batch()``: several prompts and tokens in one row."""
-    return isinstance(arguments.get("cache"), PagedAttentionCache)
+    kinds = type(arguments.get("cache")).__mro__
+    return any(kind.__name__ == "PagedAttentionCache" for kind in kinds)  # its module is only imported for such batches
 
 
 def record_past_of(layer: Any) -> bool:
@@ -131,7 +137,10 @@ _PREFETCH_WAITS = _update_waits()
 
 
 def prefetch_waits() -> bool:
-    """Whether an offloading cache's copies back to the GPU wait for those to the host; in 5.17 they do not."""
+    """Whether an offloading cache's copies back to the GPU wait for those to the host; in 5.17 they do not.
+
+    Remove this, and :func:`order_offloading`, when 5.17 is not supported.
+    """
     return _PREFETCH_WAITS
 
 
@@ -148,6 +157,21 @@ def order_offloading(cache: Any, device: torch.device) -> None:
 def prepare_cache_stock(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the ``_prepare_cache_for_generation`` of the model's class."""
     return type(model)._prepare_cache_for_generation(model, *args, **kwargs)
+
+
+def named_arguments(function: Any, model: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a method by their names, which a release may have put into another order.
+
+    Args:
+        function: the method as it is in its class.
+        model: what it was called on.
+        args, kwargs: what it was given.
+    """
+    if not args:
+        return dict(kwargs)
+    bound = inspect.signature(function).bind_partial(model, *args)
+    _, *names = bound.arguments
+    return {name: bound.arguments[name] for name in names} | kwargs
 
 
 PREPARE_CACHE = "_prepare_cache_for_generation"

@@ -10,7 +10,7 @@ from transformers.generation import candidate_generator as candidates
 from transformers.generation import utils as generation_utils
 
 #: whether ``GenerationMixin._assisted_decoding`` also asks the stopping criteria about every draft, as in 5.17; if they
-#: end the text behind a draft, no token follows that draft
+#: end the text behind a draft, no token follows that draft. Remove it when 5.17 is not supported.
 CRITERIA_SEE_DRAFTS = "is_done_candidate" in inspect.signature(generation_utils._speculative_sampling).parameters
 
 
@@ -44,7 +44,8 @@ def lengthen_draft_inputs(generator: Any, count: int) -> None:
         ("position_ids", candidates._prepare_position_ids),
     ):
         if given.get(name) is not None:
-            given = extend(given, given[name].shape[-1] + count, False)
+            length = given[name].shape[-1] + count
+            given = extend(model_kwargs=given, new_length=length, is_encoder_decoder=False)
     generator.assistant_kwargs = given
 
 
@@ -61,7 +62,8 @@ def note_confidence(generator: Any, probability: float) -> None:
 
 def update_drafts(generator: Any, text: torch.Tensor, drafted: int, matches: int) -> None:
     """Tell a generator how many of its ``drafted`` tokens the model accepted."""
-    generator.update_candidate_strategy(text, text.new_empty((1, drafted + 1)), matches)
+    scores = text.new_empty((1, drafted + 1))
+    generator.update_candidate_strategy(input_ids=text, scores=scores, num_matches=matches)
 
 
 def keep_draft_length(generator: Any) -> None:

@@ -28,7 +28,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase as Tokenizer
 
 from .caches import _OLD_CACHE, CACHE
-from .code import is_known_code, name_of
 from .models import text_decoder
 
 __all__ = [
@@ -60,24 +59,6 @@ def is_assisted_mode(generation_mode: Any) -> bool:
 FORWARD_ARGUMENTS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE, _OLD_CACHE}
 )
-#: methods that ``GenerationMixin._sample`` calls for every token and our loop does not call
-_TOKEN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-
-
-def overridden_method(model: Any, home: str) -> str | None:
-    """Return a method that code other than ``home``'s has put between ``generate()`` and the forward, or None.
-
-    Returns:
-        The method's name, and where it is defined.
-    """
-    for name in _TOKEN_METHODS:
-        of_class, of_instance = getattr(type(model), name), vars(model).get(name)
-        if not is_known_code(of_class, home):
-            return f"{name} is {name_of(of_class)}"
-        # PEFT leaves the class's own method behind, bound to the instance; that is no other code
-        if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
-            return f"{name} is {name_of(of_instance)}"
-    return None
 
 
 #: keyword arguments of ``generate()`` that change neither logits nor the cache: ``prepare_inputs_for_generation``
@@ -183,7 +164,8 @@ def prefill(model: Any, input_ids: torch.Tensor, generation_config: Any, model_k
     """Run the prompt as ``GenerationMixin._sample`` does."""
     is_slow = input_ids.device.type == "cpu" and model.dtype in (torch.float16, torch.bfloat16)
     with _FoldedRows() if is_slow else nullcontext():  # a mode costs every call of a forward microseconds
-        return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+        named = dict(generation_config=generation_config, model_kwargs=model_kwargs, is_first_iteration=True)
+        return model._prefill(input_ids=input_ids, **named)
 
 
 def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len: int, model_kwargs: dict) -> Any:
@@ -220,10 +202,8 @@ def inputs_behind(model: Any, input_ids: torch.Tensor, model_kwargs: dict) -> di
 
 def _updated(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Return the keyword arguments of a prompt once ``count`` tokens follow it."""
-    given = dict(model_kwargs)
-    return model._update_model_kwargs_for_generation(
-        {}, given, is_encoder_decoder=model.config.is_encoder_decoder, num_new_tokens=count
-    )
+    named = dict(is_encoder_decoder=model.config.is_encoder_decoder, num_new_tokens=count)
+    return model._update_model_kwargs_for_generation(outputs={}, model_kwargs=dict(model_kwargs), **named)
 
 
 def rotary_positions(model: Any, position_ids: torch.Tensor) -> torch.Tensor:

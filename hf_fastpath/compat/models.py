@@ -97,11 +97,20 @@ def _global_of(module: nn.Module, name: str) -> Any:
     return vars(sys.modules[type(module).__module__]).get(name)
 
 
+#: kinds of rotary embeddings whose frequencies do not change with the text
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+def is_static_rope(config: Any) -> bool:
+    """Whether the rotary embeddings that a config of one kind of layers tells of are the same at every length."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") in _STATIC_ROPE
+
+
 def has_static_rope(rotary: nn.Module) -> bool:
     """Whether a rotary embedding's frequencies are the same at every length."""
     kinds = getattr(rotary, "rope_type", None)
     kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}  # one for each kind of layer, or one for all
-    return kinds <= {"default", "linear", "llama3", "yarn"}
+    return kinds <= _STATIC_ROPE
 
 
 def caps_scores(config: Any) -> bool:

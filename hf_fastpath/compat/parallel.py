@@ -21,14 +21,15 @@ if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    #: fills a tensor with those of all ranks; its name was ``all_gather_into_tensor`` until torch 2.12
+    #: fills a tensor with those of all ranks; its name was ``all_gather_into_tensor`` until torch 2.12.
+    #: Remove the old name when 2.12 is not supported.
     all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 else:  # no object is an instance of these
     all_gather = None
     DTensor = FSDPModule = Replicate = Shard = ()
 
 #: what brings tokens to experts that ranks have whole, and adds up what these make of them; up to transformers 5.22 it
-#: was the style itself
+#: was the style itself. Remove its name, the last, when 5.22 is not supported.
 _SUMS_OF_EXPERTS = ("AutoEP", "AllReduceEP", "AllToAllEP", "EpDispatchExpertsParallel")
 #: attributes of a spread model that hold its processes
 OF_PROCESSES = ("_device_mesh", "_mesh_manager")
@@ -164,6 +165,7 @@ def whole_experts(ranks: int, **options: Any) -> Any:
     """
     from transformers.distributed import DistributedConfig
 
+    # Remove the other way when no supported release lacks ``ep_size``: 5.17 does.
     is_sized = "ep_size" in DistributedConfig.__dataclass_fields__
     size = {"ep_size": ranks} if is_sized else {"enable_expert_parallel": True}
     return DistributedConfig(tp_size=ranks, tp_plan="auto", **size, **options)

@@ -127,7 +127,7 @@ class _RecordingLayer(CacheLayerMixin):
 class _RecordingBoth(LinearAttentionLayer, _RecordingLayer):
     def __init__(self, index: int, kind: LayerKind, *given: Callable[..., Any]):
         self._refuse = given[-1]
-        LinearAttentionLayer.__init__(self, kind.states)
+        LinearAttentionLayer.__init__(self, number_of_states=kind.states)
         _RecordingLayer.__init__(self, index, kind.window, *given)
 
 

@@ -247,7 +247,7 @@ def gathered_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weig
         vars(module).update({name: value for name, value in settings.items() if not hasattr(module, name)})
         if not hasattr(module, "_apply_gate"):
             vars(module)["_apply_gate"] = functools.partial(_default_apply_gate, module)
-    return batched_mm_experts_forward(module, x, ids, weights)
+    return batched_mm_experts_forward(module, hidden_states=x, top_k_index=ids, top_k_weights=weights)
 
 
 def own_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

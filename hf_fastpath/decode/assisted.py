@@ -91,12 +91,13 @@ def decode(
                     return call.generate(part, model_kwargs, assistant_model)
         reason = "busy"
     state.fall_back(reason)
-    given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
-    named = dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer)
+    named = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
+    named |= dict(generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer)
+    named |= dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer)
     # only the way to draft is not ours: the modules' forwards read such drafts, over our cache
     is_read_by_ours = reason == "generation_mode" and not part.is_recorded
     named |= dict(tokenizer=tokenizer, **(model_kwargs if is_read_by_ours else for_stock(model_kwargs)))
-    return by_stock(state, input_ids, lambda: original(model, *given, **named))
+    return by_stock(state, input_ids, lambda: original(model, input_ids, **named))
 
 
 def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer: Any) -> str:

@@ -33,15 +33,16 @@ def search(
     **model_kwargs: Any,
 ) -> Any:
     """Do what ``GenerationMixin._beam_search`` does, with its arguments, while a patched model is alive."""
-    given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus
+    given = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
+    given |= dict(generation_config=generation_config, synced_gpus=synced_gpus)
     part = state.plans.part_in_call(model, generation_config, is_last=True)
     if part is None or not takes(part):  # prepare_cache() has noted why
-        return by_stock(state, input_ids, lambda: original(model, *given, **for_stock(model_kwargs)))
+        return by_stock(state, input_ids, lambda: original(model, input_ids, **given, **for_stock(model_kwargs)))
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if reason is None:
         with state.plans.place() as is_free:
             if is_free:
-                return StandIn(state, part, behind, given, model_kwargs).run(original)
+                return StandIn(state, part, behind, input_ids, given, model_kwargs).run(original)
         reason = "busy"
     state.fall_back(reason)
-    return by_stock(state, input_ids, lambda: original(model, *given, **for_stock(model_kwargs)))
+    return by_stock(state, input_ids, lambda: original(model, input_ids, **given, **for_stock(model_kwargs)))

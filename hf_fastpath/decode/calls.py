@@ -4,6 +4,7 @@ leaves."""
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -27,6 +28,8 @@ def for_patched_models(loop: Callable[..., Any]) -> Callable[..., Any]:
     ``original``, the method itself.
     """
 
+    of_tokens = "input_ids" in inspect.signature(loop).parameters
+
     @functools.wraps(loop)
     def method(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         state: Patched | None = vars(model).get(STATE_KEY)
@@ -35,6 +38,8 @@ def for_patched_models(loop: Callable[..., Any]) -> Callable[..., Any]:
             state = vars(model).get(STATE_KEY)
         if state is None or not state.enabled:
             return original(model, *args, **kwargs)
+        if of_tokens:
+            kwargs, args = compat.named_arguments(original, model, args, kwargs), ()
         return loop(state, original, model, *args, **kwargs)
 
     return method

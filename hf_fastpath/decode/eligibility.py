@@ -88,10 +88,34 @@ def _text_reason(
         return state.plans.known_reason_of(part) or Cause("other_cache", class_name(cache))
     if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
         return Cause("batch_size", f"{batch} sequences, {most} at most")
+    if (reason := _dropped_cache_reason(part, input_ids, config, model_kwargs)) is not None:
+        return reason
     reason = model_reason(state, part, input_ids, cache)
     # a cache of states alone does not count for transformers, which reads a whole text again behind them
     past_len = cache.get_seq_length() if cache.key_layers else 0
     return reason or _layout_reason(part, input_ids, text, past_len)
+
+
+def _dropped_cache_reason(part: ModelPart, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> Cause | None:
+    """Return the reason against a call in which the model's class drops a cache that holds tokens, or None.
+
+    That does not matter if the tokens are all read again, at positions that turn as before.
+    """
+    found = compat.cache_drop(part.module)
+    if found is None:
+        return None
+    length, past = input_ids.shape[1], compat.text_cache(model_kwargs[compat.CACHE]).get_seq_length()
+    held = past + compat.num_new_tokens(input_ids, config, model_kwargs)  # once the prompt is read
+    step = max(length, found.length) + 1  # length of the text in the first step that may drop the cache
+    in_prompt = 0 < past <= found.length < length
+    in_step = held + step - length - 1 <= found.length and (config.max_length is None or step < config.max_length)
+    if not (in_prompt or in_step):
+        return None
+    # transformers' own loop over beams would give all tokens to a step of ours
+    is_harmless = found.is_read_again and (config.num_beams or 1) == 1
+    if is_harmless and held == length and compat.is_static_rope(part.module.config):
+        return None
+    return Cause("generation_method", f"{found.method}, which drops the cache behind {found.length} tokens")
 
 
 def request_reason(part: ModelPart, config: Any) -> str | None:

@@ -61,7 +61,8 @@ def sample(
 ) -> Any:
     """Do what ``GenerationMixin._sample`` does, with its arguments, while a patched model is alive."""
     state.stats.new_call()
-    given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
+    given = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
+    given |= dict(generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer)
     part = state.plans.part_in_call(model, generation_config, is_last=True)
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if part is not None and part.ranks is not None:
@@ -69,7 +70,7 @@ def sample(
     if reason is None:
         with state.plans.place() as is_free:
             if is_free and part.token_shape:
-                return StandIn(state, part, behind, given, model_kwargs).run(original)
+                return StandIn(state, part, behind, input_ids, given, model_kwargs).run(original)
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
                 whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
@@ -78,7 +79,7 @@ def sample(
                     return loop.generate(part, model_kwargs, behind)
         reason = "busy"
     state.fall_back(reason)
-    return by_stock(state, input_ids, lambda: original(model, *given, **for_stock(model_kwargs)))
+    return by_stock(state, input_ids, lambda: original(model, input_ids, **given, **for_stock(model_kwargs)))
 
 
 @dataclass

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
+
 from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from .calls import Watch, next_positions_of, runs_users_code, settling
@@ -25,21 +27,22 @@ class StandIn:
     Args:
         state, part: of the model.
         behind: what is known of the tokens behind the prompt.
-        loop: the loop's arguments in order: tokens, processors, criteria, configuration, and what else it takes.
+        ids: the tokens that the loop goes on with.
+        loop: the loop's own arguments: processors, criteria, configuration, and what else it takes.
         kwargs: the loop's further arguments.
     """
 
-    def __init__(self, state: Patched, part: Any, behind: Behind, loop: tuple, kwargs: dict):
-        self._state, self._model, self._part, self._loop, self._kwargs = state, part.source, part, loop, kwargs
-        ids, processors, criteria, config, _, *streamer = loop
+    def __init__(self, state: Patched, part: Any, behind: Behind, ids: torch.Tensor, loop: dict, kwargs: dict):
+        self._state, self._model, self._part = state, part.source, part
+        self._ids, self._loop, self._kwargs = ids, loop, kwargs
         self._prompt_len, text = ids.shape[1], text_of(part, ids, kwargs)
         self._batch = len(text)
         mask = compat.text_arguments(kwargs).get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         self._starts = None if starts is None else starts.repeat(self._batch // len(starts))
-        self._positions, self._seen = next_positions_of(behind, text, config, kwargs), behind.seen
+        self._positions, self._seen = next_positions_of(behind, text, loop["generation_config"], kwargs), behind.seen
         self._plan: DecodePlan | None = None
-        watched = runs_users_code(processors, criteria, *streamer or [None])
+        watched = runs_users_code(loop["logits_processor"], loop["stopping_criteria"], loop.get("streamer"))
         self._watch = Watch(state, part) if watched else None
         self._begun = 0.0
         self._held: int | None = None  # positions of the prompt, once it was read
@@ -54,7 +57,7 @@ class StandIn:
             if isinstance(whole, FastpathEncoderDecoderCache):
                 whole.is_alike_in_beams = True
             with settling(compat.text_cache(whole), self._part):
-                result = original(self, *self._loop, **self._kwargs)
+                result = original(self, self._ids, **self._loop, **self._kwargs)
         finally:
             if isinstance(whole, FastpathEncoderDecoderCache):
                 whole.is_alike_in_beams = False

@@ -2,7 +2,7 @@
 
 ``<root>/<key>/`` holds a library with its description and lock. ``<root>/objects/`` holds the compilers' objects; the
 name of each has a hash of everything that the object was made from, so that a build that was broken off goes on.
-``<root>/twins/`` holds what :mod:`..patching.passed_twins` keeps.
+``<root>/twins/`` and ``<root>/heard/`` hold what :mod:`..patching.passed_twins` keeps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .toolchain import BuildError
 PATIENCE = 2.0
 #: seconds after which the next build removes what no build or load has used
 KEPT_SECONDS = 30 * 24 * 3600
-OBJECTS, TWINS = "objects", "twins"
+OBJECTS, TWINS, HEARD = "objects", "twins", "heard"
 _CHUNK = 1 << 20
 _REMEDY = "set HF_FASTPATH_CACHE to a folder of yours"
 
@@ -207,7 +207,7 @@ def clean() -> None:
     try:
         top = root()
         oldest = time.time() - KEPT_SECONDS
-        for path in (*top.glob(f"{OBJECTS}/*"), *top.glob(f"{TWINS}/*")):
+        for path in (each for folder in (OBJECTS, TWINS, HEARD) for each in top.glob(f"{folder}/*")):
             if path.stat().st_mtime < oldest:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         for note in top.glob("*/libhf_fastpath_*.json"):

@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import compat, logs
 from ..decode.structure import MAX_BATCH
+from ..errors import lacking
 from ..native import huge_pages, loader
 from ..options import HEADS, Options
 from ..progress import announced
@@ -93,6 +94,8 @@ def patch_with(
     Args:
         put_weights: puts quantized weights in place, instead of what the options ask for.
     """
+    if (missing := compat.what_is_missing()) is not None:
+        raise lacking(missing)
     with compat.without_foreign_modes():
         return _patch_alone(model, options, quiet, put_weights)
 

@@ -28,11 +28,14 @@ LOOPS: dict[str, Callable[..., Any]] = {
 }
 
 
-def prepare_cache(self: nn.Module, generation_config: Any, model_kwargs: dict, generation_mode: Any, *rest, **named):
+def prepare_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Do as the class's own method, but make a FastpathCache where that would make a plain ``DynamicCache``."""
     state: PatchState | None = vars(self).get(STATE_KEY)
+    named = compat.named_arguments(type(self)._prepare_cache_for_generation, self, args, kwargs)
+    generation_config, model_kwargs = named["generation_config"], named["model_kwargs"]
+    generation_mode = named["generation_mode"]
     users_own = model_kwargs.get(compat.CACHE) is not None
-    result = compat.prepare_cache_stock(self, generation_config, model_kwargs, generation_mode, *rest, **named)
+    result = compat.prepare_cache_stock(self, **named)
     if state is None or not state.enabled:  # the state is None if another thread has just unpatched the model
         return result
     state.stats.new_call()

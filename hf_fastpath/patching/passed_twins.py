@@ -1,6 +1,8 @@
-"""Small twins that decode as stock does: this process remembers them, and a file in the cache folder tells others.
+"""Small twins that decode as stock does: this process remembers them, and files in the cache folder tell others.
 
-``<root>/twins/<key>`` has the twin's difference, a number. The key is a hash of all that a twin's steps are made of.
+``<root>/heard/<key>`` has the names of the modules whose code ran when a twin with this key was tried, where the key is
+a hash of all that is known before. ``<root>/twins/<hash>`` has the twin's difference, a number; this hash is one of the
+key and of the code of these modules, so that the note is not found once any of them is another one.
 """
 
 from __future__ import annotations
@@ -10,67 +12,197 @@ import hashlib
 import inspect
 import json
 import marshal
-import math
+import os
+import re
+import stat
 import sys
-from contextlib import suppress
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 
+from .. import compat
 from ..compat import transformers_version
 from ..native import build_cache, loader
 from ..native.toolchain import BuildError
+from ..recording import proof
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_OWN = __package__.partition(".")[0] + "."
+#: most bytes of a note
+_MOST_BYTES = 1 << 17
+_NAME = re.compile(r"\+?\w+(\.\w+)*")
+#: marks the name of a module that a twin's run has imported
+_LATE = "+"
+#: methods that ``dataclasses`` writes, and the beginning of the modules that ``collections.namedtuple`` makes
+_WRITTEN = frozenset(f"__{name}__" for name in "init eq repr hash lt le gt ge setattr delattr".split())
+_TUPLES = "namedtuple_"
 _known: dict[str, float] = {}
+
+
+class _Heard(threading.local):
+    """What was heard in this thread when a twin was last tried.
+
+    Attributes:
+        modules: names of modules, and files with their code that ran; None if nothing could be heard.
+        before: the modules that were imported before.
+    """
+
+    modules: set[tuple[str, str]] | None = set()
+    before: frozenset[str] | None = None
+
+
+_heard = _Heard()
 
 
 def find(key: str) -> float | None:
     """Return the difference that a twin with this key showed, here or in another process; None if none has passed."""
     if key not in _known:
         with suppress(OSError, BuildError, ValueError):  # no such file, or none that may be trusted or read
-            path = _file(key)
-            if build_cache.why_unsafe(path) is None:
-                found = float(path.read_text())
-                if math.isfinite(found):
+            names = _read(_heard_file(key)).split()
+            if (path := _file(key, names)) is not None:
+                found = float(_read(path))
+                if 0 <= found <= proof.MOST:
                     _known[key] = found
                     build_cache.used(path)
+                    build_cache.used(_heard_file(key))
     return _known.get(key)
 
 
 def keep(key: str, difference: float, twin: nn.Module) -> None:
-    """Note that a twin has passed; for this process alone if the cache cannot be written, or if a part of the twin's
-    code is in no file, so that a later process may have other code by the same name."""
+    """Note that a twin has passed; for this process alone if the cache cannot be written, or if a part of the code that
+    ran is in no file, or in one that changes under its name, so that a later process may have other code."""
     _known[key] = difference
-    if all(_source(each) is not None for each in _classes(twin)):
-        with suppress(OSError, BuildError):
-            path = _file(key)
-            build_cache.make_folder(path.parent)
-            build_cache.replace(path, repr(difference).encode(), 0o644)
+    heard, before = _heard.modules, _heard.before or frozenset(sys.modules)
+    forget()
+    modules = {each.__module__ for each in _classes(twin)} | {name for name, _ in heard or ()}
+    if heard is None or _own_code() is None or any(compat.module_digest(name) is None for name in modules):
+        return
+    if any(file and not compat.is_file_of(name, file) for name, file in heard):
+        return
+    if any(map(compat.is_development, (transformers.__version__, torch.__version__))):
+        return
+    names = sorted((name if name in before else _LATE + name) for name in modules)
+    with suppress(OSError, BuildError):
+        if (path := _file(key, names)) is not None:
+            for note, content in ((_heard_file(key), "\n".join(names)), (path, repr(difference))):
+                build_cache.make_folder(note.parent)
+                build_cache.replace(note, content.encode(), 0o644)
+
+
+def forget() -> None:
+    """Forget what was heard when a twin was last tried."""
+    _heard.modules, _heard.before = set(), None
+
+
+@contextmanager
+def hearing() -> Iterator[None]:
+    """Note which modules' code runs in this thread in a ``with`` block, or in the function so decorated, which tries a
+    twin."""
+    _heard.modules, _heard.before = None, frozenset(sys.modules)
+    if sys.getprofile() is not None:  # a profiler of the user's, which would hear nothing meanwhile
+        yield
+        return
+    codes: dict[int, types.CodeType] = {}
+    found: set[tuple[str, str]] = set()
+
+    def hear(frame: types.FrameType, event: str, argument: object) -> None:
+        if event == "call" and id(frame.f_code) not in codes:
+            codes[id(frame.f_code)] = frame.f_code
+            if (ran := _module_of(frame)) is not None:
+                found.add(ran)
+
+    sys.setprofile(hear)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        _heard.modules = found
+
+
+def _module_of(frame: types.FrameType) -> tuple[str, str] | None:
+    """Return the module whose code begins to run, and the file with this code, "" if the module's classes have it
+    written; None for code of PyTorch, Python and this package."""
+    code, caller = frame.f_code, frame.f_back
+    name, file = str(frame.f_globals.get("__name__")), code.co_filename
+    if not _is_elsewhere(file) or name.startswith(_OWN):
+        return None
+    if not file.startswith("<"):
+        return name, file
+    if name.startswith(_TUPLES) or caller is None or not _is_elsewhere(caller.f_code.co_filename):
+        return None
+    return name, "" if code.co_name in _WRITTEN else file
+
+
+@functools.cache
+def _is_elsewhere(file: str) -> bool:
+    return compat.is_elsewhere(file) and not file.startswith(str(_PACKAGE))
 
 
 def key_of(twin: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
-    """Return a hash of a twin's config and sizes, of the code of its classes and of this package, of the kernels, of
-    versions, and of the device and the dtype that the twin is tried on."""
+    """Return a hash of a twin's config and sizes, of the code of its classes, of this package and of transformers'
+    loops and caches, of the kernels, of versions, and of the device and the dtype that the twin is tried on."""
     config = {name: value for name, value in twin.config.to_dict().items() if name != "_name_or_path"}
     sizes = {name: list(each.shape) for name, each in twin.named_parameters()}
     chosen = [getattr(twin.config, f"_{seam}_implementation", None) for seam in ("attn", "experts")]
-    versions = [transformers_version(), torch.__version__, sys.version]
+    versions = [transformers_version(), transformers.__version__, torch.__version__, sys.version]
     known = [config, sizes, chosen, versions, _device(device), str(dtype)]
     digest = hashlib.sha256(json.dumps(known, default=str).encode())
-    digest.update(_own_code())
+    digest.update(_own_code() or b"")
+    modules = {base.__module__ for each in _classes(twin) for base in each.__mro__[:-1]}
+    for name in (*compat.CORE_MODULES, *sorted(name for name in modules if name.partition(".")[0] != "torch")):
+        digest.update(name.encode())
+        digest.update(compat.module_digest(name) or b"")
     for each in _classes(twin):
         digest.update(f"{each.__module__}.{each.__qualname__}".encode())
-        digest.update(_source(each) or b"")
         forward = inspect.unwrap(each.forward)
         if hasattr(forward, "__code__"):  # it may have been put into the class since
             digest.update(marshal.dumps(forward.__code__, 2))  # without marks of objects that are shared just now
     return digest.hexdigest()[:32]
 
 
-def _file(key: str) -> Path:
-    return build_cache.root() / build_cache.TWINS / key
+def _heard_file(key: str) -> Path:
+    return build_cache.root() / build_cache.HEARD / key
+
+
+def _file(key: str, names: list[str]) -> Path | None:
+    """Return the note of a twin with this key and code of the modules with these names; None if the code of one is not
+    known."""
+    digest = hashlib.sha256(key.encode())
+    for name in names:
+        if _NAME.fullmatch(name) is None:
+            return None
+        is_late = name.startswith(_LATE)
+        found = compat.file_digest(name[1:]) if is_late else compat.module_digest(name)
+        if found is None:
+            return None
+        digest.update(name.encode())
+        digest.update(found)
+    return build_cache.root() / build_cache.TWINS / digest.hexdigest()[:32]
+
+
+def _read(path: Path) -> str:
+    """Return the text of a note.
+
+    Raises:
+        OSError: there is none, or a link, a pipe or something else is in its place.
+        ValueError: others may have written it, or it is no text of a note's length.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            raise OSError(f"{path} is no note")
+        if (reason := build_cache.why_unsafe(path)) is not None:
+            raise ValueError(reason)
+        return os.read(handle, _MOST_BYTES).decode()
+    finally:
+        os.close(handle)
 
 
 def _device(device: torch.device) -> list[str]:
@@ -89,21 +221,8 @@ def _name_of(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
 
-def _source(kind: type) -> bytes | None:
-    """Return a hash of the file with a class; None if there is none."""
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return None if path is None else _hash_of(path)
-
-
 @functools.cache
-def _hash_of(path: str) -> bytes | None:
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).digest()
-    except OSError:
-        return None
-
-
-@functools.cache
-def _own_code() -> bytes:
-    files = sorted(_PACKAGE.rglob("*.py"))
-    return b"".join(filter(None, (_hash_of(str(path)) for path in files)))
+def _own_code() -> bytes | None:
+    """Return a digest of this package; None if it was edited while this process ran."""
+    found = [compat.unchanged_digest(str(path)) for path in sorted(_PACKAGE.rglob("*.py"))]
+    return None if None in found else b"".join(filter(None, found))

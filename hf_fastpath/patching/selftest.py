@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import compat
 from ..check.comparison import compare, different_tokens
-from ..compat import TESTED_TRANSFORMERS, transformers_version
+from ..check.draws import different_draws
 from ..errors import UnsupportedModelError
 from ..options import Options
 from ..reasons import REASONS
@@ -102,12 +102,16 @@ _PROMPT_TOKENS, _NEW_TOKENS = 12, 16
 def is_due(plan: PatchPlan) -> bool:
     """Whether a twin is tried before the plan is applied.
 
-    On an untested version of transformers a twin is tried if our loop is to run; of a family that is known only by its
-    structure, a twin is tried if anything is to be patched; of a recorded model, a twin is always tried.
+    If the code of transformers is none that was tested, a twin is tried if our loop is to run; of a family that is
+    known only by its structure, a twin is tried if anything is to be patched; of a recorded model, one is always tried.
     """
     if plan.is_recorded or (plan.by_structure is not None and plan.patched):
         return True
-    return plan.loop_reason is None and transformers_version() not in TESTED_TRANSFORMERS
+    return plan.loop_reason is None and _why_untested(plan) is not None
+
+
+def _why_untested(plan: PatchPlan) -> str | None:
+    return compat.why_untested(() if plan.architecture is None else (plan.architecture.module,))
 
 
 def check(plan: PatchPlan) -> None:
@@ -131,8 +135,7 @@ def check(plan: PatchPlan) -> None:
     if found is not None:
         why = f"{found.name} has no architecture file and was taken for a {found.like}"
     else:
-        tested = ", ".join(TESTED_TRANSFORMERS)
-        why = f"transformers {transformers_version()} is not among the tested versions ({tested})"
+        why = _why_untested(plan)
     raise UnsupportedModelError(
         f"{why}, and a small {type(model).__name__} does not decode as stock does: {difference}"
     )
@@ -269,6 +272,8 @@ def run(model: nn.Module, recorded: Recorded | None = None) -> tuple[str | None,
             return None, 0.0  # the config tells of another model than this is; its own first tokens will prove it
     if difference is None:
         passed_twins.keep(key, of_logits, twin)
+    else:
+        passed_twins.forget()
     return difference, of_logits
 
 
@@ -295,6 +300,7 @@ def _device(model: nn.Module) -> torch.device:
     return next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
 
 
+@passed_twins.hearing()
 def _difference(
     twin: nn.Module, prompt: torch.Tensor, dtype: torch.dtype, is_recorded: bool
 ) -> tuple[str | None, float]:
@@ -314,10 +320,17 @@ def _difference(
             encoded = None
             if compat.has_encoder(twin):
                 encoded = torch.randn(1, _ENCODED, compat.encoder_width(twin)).to(prompt.device)
-            tokens = different_tokens(twin, prompt, _NEW_TOKENS, encoded)
+            tokens = different_tokens(twin, prompt, _NEW_TOKENS, encoded) or _different_draws(twin, prompt, encoded)
             part = state.plans.part_of(twin.to(dtype)) if tokens is None else None
             return tokens, 0.0 if part is None else proof.difference(part, state.plans)
         result = compare(twin, prompt, _NEW_TOKENS)
-        return None if result.ok else str(result), 0.0
+        return _different_draws(twin, prompt) if result.ok else str(result), 0.0
     finally:
         undo(state)
+
+
+def _different_draws(twin: nn.Module, prompt: torch.Tensor, encoded: torch.Tensor | None = None) -> str | None:
+    """Return how stock code draws other tokens than ours, or None. Of the tested code that is known."""
+    if compat.why_untested(()) is None or compat.token_shape(twin):
+        return None
+    return different_draws(twin, prompt, encoded)

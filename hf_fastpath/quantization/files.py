@@ -32,6 +32,7 @@ from .file_index import (
     unsealed,
 )
 from .folder import THREADS, files_of_version_1
+from .plain_files import MOST_BYTES, read_plain
 
 
 def not_persistent(model: nn.Module) -> list[str]:
@@ -49,10 +50,8 @@ def _read_index(directory: Path) -> Index:
     """
     path = directory / INDEX
     try:
-        if not path.is_file():
-            raise FileNotFoundError
         _check_place(path)
-        return Index.parse(unsealed(path.read_bytes()))
+        return Index.parse(unsealed(read_plain(path)))
     except (FileNotFoundError, ValueError) as error:
         is_missing = isinstance(error, FileNotFoundError)
         is_foreign = isinstance(error, Unsealed) and KEY not in error.content
@@ -119,6 +118,11 @@ class PackedFiles:
         self.entries: dict[str, Entry] = index.tensors
         self._shards = sorted({entry.file for entry in self.entries.values()})
         for name in index.files.keys() - set(self._shards):
+            if (size := index.files[name].size) > MOST_BYTES:
+                raise ValueError(
+                    f"load_packed(): {directory / name} has {size:,} bytes, expected a file of {MOST_BYTES:,} at most "
+                    f"beside the tensors: {AGAIN}"
+                )
             self._check_digest(name, digest([memoryview(self._maps[name])]))
 
     def __enter__(self) -> PackedFiles:
@@ -197,6 +201,12 @@ class PackedFiles:
         for name in self._index.placed:
             path = self._directory / name
             stored = self._index.files[self._index.copy_of(name)]
-            if path.is_file() and digest([memoryview(path.read_bytes())]) != stored.digest:
+            try:
+                is_same = digest([memoryview(read_plain(path))]) == stored.digest
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError):
+                is_same = False
+            if not is_same:
                 changed.append(name)
         return changed

@@ -49,6 +49,7 @@ from .file_index import (
     stretches,
     unsealed,
 )
+from .plain_files import read_plain
 
 #: threads that hash a file
 THREADS = min(8, os.cpu_count() or 1)
@@ -63,7 +64,7 @@ def files_of_version_1(directory: Path) -> list[str]:
     """Return the names of the files that a save of version 1 left here."""
     names: list[Any] = [_SINGLE_OF_VERSION_1]
     try:
-        unsealed((directory / INDEX).read_bytes())
+        unsealed(read_plain(directory / INDEX))
     except Unsealed as error:
         mapped = error.content.get("weight_map")
         if KEY not in error.content and isinstance(mapped, dict):
@@ -95,11 +96,9 @@ def _current(directory: Path) -> tuple[Index | None, set[str]]:
         ValueError: the index is not what ``save_packed()`` wrote.
     """
     try:
-        data = (directory / INDEX).read_bytes()
+        index = Index.parse(unsealed(read_plain(directory / INDEX)))
     except FileNotFoundError:
         return None, set(files_of_version_1(directory))
-    try:
-        index = Index.parse(unsealed(data))
     except ValueError as error:
         old = files_of_version_1(directory)
         if old:
@@ -117,7 +116,10 @@ def _journals(directory: Path) -> Iterator[tuple[str, list[str]]]:
         save_id = path.name.removeprefix("packed-").removesuffix(_JOURNAL)
         if not is_own_name(path.name, save_id):
             continue
-        text, begin = path.read_bytes(), _journal(save_id, []).partition(b'"files"')[0]
+        try:
+            text, begin = read_plain(path), _journal(save_id, []).partition(b'"files"')[0]
+        except (OSError, ValueError):  # no save has put it there
+            continue
         if not text.startswith(begin) and not begin.startswith(text):
             continue
         try:
@@ -150,7 +152,7 @@ def _settle(directory: Path) -> None:
             copy, path = directory / index.copy_of(name), directory / name
             if not os.path.lexists(path) and copy.is_file():
                 part = directory / f"packed-{save_id}{_PART}"
-                _write_new(part, [[memoryview(copy.read_bytes())]])
+                _write_new(part, [[memoryview(read_plain(copy))]])
                 os.replace(part, path)
     _sync_folder(directory)
     for save_id, _ in journals:
@@ -264,6 +266,14 @@ class _Shard:
         return Stored(self.size, joined_digest(each.result() for each in digests))
 
 
+def _content_of(path: Path) -> bytes | None:
+    """Return what a small file holds; None if something else is in its place, or nothing."""
+    try:
+        return read_plain(path)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def _placing(
     directory: Path, former: Index | None, configs: Mapping[str, bytes]
 ) -> tuple[list[str], list[str], list[str]]:
@@ -276,7 +286,7 @@ def _placing(
     placed, taken, foreign = [], [], []
     for name in dict.fromkeys([*(former.placed if former else ()), *configs]):
         path = directory / name
-        there = path.read_bytes() if path.is_file() else None
+        there = _content_of(path)
         is_ours = (
             former is not None
             and name in former.placed

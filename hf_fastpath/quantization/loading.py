@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import logs
-from ..compat import Conv1D, class_named, model_of_config
+from ..compat import Conv1D, check_sizes, class_named, few_modules, model_of_config
 from ..decode.structure import MAX_BATCH
 from ..native import huge_pages, loader
 from ..options import Options
@@ -117,9 +118,10 @@ def _made(directory: Path, files: PackedFiles, trust_remote_code: bool) -> nn.Mo
         for name, content in configs.items():
             (folder / name).write_bytes(content)
         try:
+            check_sizes(json.loads(configs.get("config.json", b"{}")))
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             named = class_named(files.header.architecture, config)
-            with torch.device("meta"):
+            with torch.device("meta"), few_modules():
                 model = named(config) if named else model_of_config(config, trust_remote_code=trust_remote_code)
             if "generation_config.json" in configs:
                 model.generation_config = GenerationConfig.from_pretrained(folder)

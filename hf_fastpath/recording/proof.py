@@ -29,7 +29,7 @@ _LONGEST = 16384
 #: how many times the twin's difference from stock, or stock's own noise, a model may show
 _TIMES = 3.0
 #: a larger difference is no rounding, whatever the twin showed
-_MOST = 0.25
+MOST = 0.25
 #: nor is one that is larger than this, whatever noise stock itself shows: logits of other weights are 1.4 away
 _MOST_OF_NOISE = 1.0
 #: layers of the twin, and features of its embeddings
@@ -210,4 +210,4 @@ def _allowed(part: Any) -> float:
         growth *= max(1.0, width / _TWINS_WIDTH) ** 0.5
     growth *= max(1.0, math.log2(_lengths(part)[0] / _PROMPT)) ** 0.5  # and those of sums over more tokens, in pairs
     least = _ROUNDINGS * torch.finfo(dtype).eps
-    return min(_MOST, _TIMES * growth * max(part.architecture.twins_difference, least))
+    return min(MOST, _TIMES * growth * max(part.architecture.twins_difference, least))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import shutil
+import sys
+import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from causal_lm_types import small_config
 from models import build, require_native
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.integrations import sdpa_attention
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
+from hf_fastpath import compat
 from hf_fastpath.native import build_cache, loader
 from hf_fastpath.patching import passed_twins, selftest
 
@@ -47,6 +55,104 @@ def notes():
     return sorted((build_cache.root() / build_cache.TWINS).glob("*"))
 
 
+@pytest.fixture
+def helped(tmp_path, monkeypatch):
+    """Return a function that writes a model, a helper and a number in a module each, and imports them anew."""
+    monkeypatch.setattr(compat.imported, "_started", lambda: time.time() + 60)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(factor="2", scale="1.0"):
+        files = {
+            "scales_of_twins": f"SCALE = {scale}",
+            "helper_of_twins": f"def helped(x):\n    return x * {factor}\n",
+            "model_of_twins": "import torch\nimport scales_of_twins\nfrom helper_of_twins import helped\n"
+            "class Model(torch.nn.Linear):\n    def forward(self, x):\n"
+            "        return helped(x) * scales_of_twins.SCALE\n",
+        }
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(text)
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        compat.imported._file_of.cache_clear()
+        model = importlib.import_module("model_of_twins").Model(2, 2)
+        model.config = LlamaConfig()
+        return model
+
+    yield make
+    for name in ("model_of_twins", "helper_of_twins", "scales_of_twins"):
+        sys.modules.pop(name, None)
+
+
+def tried_as(model, forget):
+    """Return what another process finds of a twin, or None; then try it, and keep that it has passed."""
+    forget()
+    key = passed_twins.key_of(model, CPU, TYPE)
+    found = passed_twins.find(key)
+    with passed_twins.hearing():
+        model(torch.ones(1, 2))
+    passed_twins.keep(key, 0.125, model)
+    return found
+
+
+def test_code_of_helpers_counts(helped, another_process):
+    """A helper's file, a value of another module and a function put in its place are other code each."""
+    assert tried_as(helped(), another_process) is None
+    assert tried_as(helped(), another_process) == 0.125
+    assert tried_as(helped(factor="3"), another_process) is None
+    assert tried_as(helped(scale="0.5"), another_process) is None
+    model = helped()
+    sys.modules["model_of_twins"].helped = torch.abs
+    assert tried_as(model, another_process) is None
+    assert tried_as(helped(), another_process) == 0.125
+
+
+def test_a_file_that_was_edited_behind_its_import_is_not_kept(helped, another_process, tmp_path, monkeypatch):
+    model, (path,) = helped(), tmp_path.glob("helper*.py")
+    path.write_text(path.read_text().replace("2", "4"))
+    assert tried_as(model, another_process) is None and not notes()
+    model = helped()
+    monkeypatch.setattr(compat.imported, "_started", lambda: time.time() - 60)
+    compat.imported._file_of.cache_clear()
+    assert tried_as(model, another_process) is None and not notes()
+
+
+@pytest.mark.parametrize("why", ("development", "__main__", "memory", "profiler"))
+def test_code_that_another_process_may_not_have_is_not_kept(why, helped, another_process, monkeypatch):
+    model = helped()
+    if why == "development":
+        monkeypatch.setattr(passed_twins.transformers, "__version__", "5.99.0.dev0")
+    elif why == "__main__":
+        monkeypatch.setattr(type(model), "__module__", "__main__")
+    elif why == "memory":
+        exec("def helped(x): return x * 2", space := dict(vars(sys.modules["helper_of_twins"])))
+        sys.modules["model_of_twins"].helped = space["helped"]
+    before = sys.getprofile()
+    if why == "profiler":
+        sys.setprofile(lambda *event: None)
+    try:
+        assert tried_as(model, another_process) is None
+    finally:
+        sys.setprofile(before)
+    assert not notes()
+
+
+def test_a_pipe_or_a_link_is_no_note(helped, another_process, tmp_path):
+    model = helped()
+    tried_as(model, another_process)
+    for place in (build_cache.TWINS, build_cache.HEARD):
+        (note,) = (build_cache.root() / place).glob("*")
+        content = note.read_bytes()
+        for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+            note.rmdir() if note.is_dir() else note.unlink()
+            make(note)
+            another_process()
+            assert passed_twins.find(passed_twins.key_of(model, CPU, TYPE)) is None
+        note.rmdir()
+        note.write_bytes(content)
+    assert tried_as(model, another_process) == 0.125
+
+
 def test_another_process_finds_it(another_process, tried):
     hf_fastpath.patch(recorded(), quiet=True)
     (note,) = notes()
@@ -75,9 +181,11 @@ def test_a_twin_that_fails_is_not_kept(tried, monkeypatch):
     assert len(tried) == 2 and not notes()
 
 
-@pytest.mark.parametrize("content", ("", "much", "nan", "inf", "0.5, 0.5", "\udcff"))
+@pytest.mark.parametrize(
+    "content", ("", "much", "nan", "inf", "0.1, 0.1", "\udcff", "-0.1", "0.3", "0.1" + " " * (1 << 18))
+)
 def test_a_damaged_note_is_none(content, another_process):
-    passed_twins.keep("key", 0.5, recorded())
+    passed_twins.keep("key", 0.125, recorded())
     (note,) = notes()
     note.write_bytes(content.encode(errors="surrogateescape"))
     another_process()
@@ -85,10 +193,10 @@ def test_a_damaged_note_is_none(content, another_process):
 
 
 def test_a_note_of_others_is_not_trusted(another_process):
-    passed_twins.keep("key", 0.5, recorded())
+    passed_twins.keep("key", 0.125, recorded())
     (note,) = notes()
     another_process()
-    assert passed_twins.find("key") == 0.5
+    assert passed_twins.find("key") == 0.125
     note.chmod(0o666)
     another_process()
     assert passed_twins.find("key") is None
@@ -102,8 +210,8 @@ def test_without_a_cache_this_process_remembers(folder, another_process, monkeyp
         monkeypatch.setattr("platformdirs.user_cache_dir", lambda *what, **how: folder)
     else:
         monkeypatch.setenv("HF_FASTPATH_CACHE", folder)
-    passed_twins.keep("key", 0.5, recorded())
-    assert passed_twins.find("key") == 0.5
+    passed_twins.keep("key", 0.125, recorded())
+    assert passed_twins.find("key") == 0.125
     another_process()
     assert passed_twins.find("key") is None
 
@@ -112,8 +220,8 @@ def test_code_without_a_file_is_not_kept(another_process):
     """A later process may have other code by the same name."""
     model = recorded()
     model.__class__ = types.new_class("Typed", (type(model),), {}, lambda space: space.update(__module__="nowhere"))
-    passed_twins.keep("key", 0.5, model)
-    assert passed_twins.find("key") == 0.5 and not notes()
+    passed_twins.keep("key", 0.125, model)
+    assert passed_twins.find("key") == 0.125 and not notes()
 
 
 def test_what_a_key_is_made_of(monkeypatch):
@@ -135,7 +243,8 @@ def test_what_a_key_is_made_of(monkeypatch):
     changed(passed_twins, "transformers_version", lambda: "99.0")
     changed(torch, "__version__", "99.0")
     changed(passed_twins, "_own_code", lambda: b"other")
-    changed(passed_twins, "_hash_of", lambda path: path.encode())
+    changed(sdpa_attention, "repeat_kv", lambda states, groups: states)
+    changed(compat.imported, "_file_of", lambda name, path: compat.imported._File(path.encode()))
     changed(loader, "_status", loader._status | {"cpu": loader._without("cpu", "HF_FASTPATH_NATIVE=0")})
     assert len({*keys}) == len(keys)
 

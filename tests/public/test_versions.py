@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from models import CPU, assert_same_instances, build, fresh, instances, prompt, require_native
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
@@ -65,6 +73,48 @@ def test_untested_version_that_computes_otherwise_is_declined(untested, monkeypa
         hf_fastpath.patch(model, quiet=True)
     assert untested == [model]
     assert_same_instances(instances(model), before)
+
+
+def test_a_file_that_is_another_one_is_untested_whatever_its_version(monkeypatch):
+    require_native(CPU)
+    assert compat.why_untested(("transformers.models.llama.modeling_llama",)) is None
+    for file in ("generation/utils.py", "models/llama/modeling_llama.py"):
+        with monkeypatch.context() as patch:
+            patch.setitem(compat.tested_code._TESTED, file, ("of another version",))
+            patch.setattr(selftest, "run", lambda *_: ("token 3 is 5", 0.0))
+            with pytest.raises(UnsupportedModelError, match=f"^{file} of transformers .* is another one .* 3 is 5"):
+                hf_fastpath.patch(build("llama"), quiet=True)
+    monkeypatch.setattr(compat.versions.transformers, "__version__", f"{compat.transformers_version()}.0.dev0")
+    assert "under development" in compat.why_untested(())
+
+
+CHANGED = {
+    "temperature": (TemperatureLogitsWarper, lambda scores, warper: scores / warper.temperature**0.9),
+    "top_p": (TopPLogitsWarper, lambda scores, warper: scores.masked_fill(scores.softmax(-1) < 0.01, -float("inf"))),
+    "min_p": (MinPLogitsWarper, lambda scores, warper: scores),
+    "top_k": (TopKLogitsWarper, lambda scores, warper: scores),
+}
+
+
+@pytest.mark.parametrize("what", (*CHANGED, "draw", "nothing"))
+def test_sampling_that_changed_is_declined(what, untested, monkeypatch):
+    """Each of our own draws comes of our own rule, which says nothing of stock's."""
+    if what in CHANGED:
+        cls, rule = CHANGED[what]
+        monkeypatch.setattr(cls, "__call__", lambda self, input_ids, scores: rule(scores, self))
+    elif what == "draw":
+        real = torch.multinomial
+        exec("def multinomial(p, num_samples): return real(p.flip(-1), num_samples).neg() + p.shape[-1] - 1",
+             home := {"real": real})  # fmt: skip
+        space = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if name[:2] != "__"})
+        space.multinomial = home["multinomial"]
+        monkeypatch.setitem(vars(sys.modules["transformers.generation.utils"]), "torch", space)
+    model = build("llama")
+    if what == "nothing":
+        assert hf_fastpath.report(hf_fastpath.patch(model, quiet=True)).loop == "fast"
+        return
+    with pytest.raises(UnsupportedModelError, match="does not decode as stock does"):
+        hf_fastpath.patch(model, quiet=True)
 
 
 @torch.no_grad()
