@@ -142,7 +142,9 @@ from .parallel import (
     Parallel,
     ShardStyle,
     all_gather,
+    bounded_waits,
     halves_sharded_dim,
+    is_lost_connection,
     is_sharded,
     is_tensor_parallel,
     local_tensor,
@@ -154,6 +156,7 @@ from .parallel import (
     shared_memory,
     spread_like,
     spread_over_ranks,
+    store_of,
     whole_experts,
     with_local_tensor,
 )

@@ -64,8 +64,8 @@ def sample(
     given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
     part = state.plans.part_in_call(model, generation_config, is_last=True)
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-    if part is not None and part.ranks is not None:
-        reason = part.ranks.agreed(reason, input_ids.device) or part.reason_of_ranks(state.plans, len(input_ids))
+    if state.ranks is not None and state.loop_reason is None:
+        reason = state.ranks.agreed(reason) or part.reason_of_ranks(state.plans, len(input_ids))
     if reason is None:
         with state.plans.place() as is_free:
             if is_free and part.token_shape:
@@ -128,11 +128,11 @@ class _Loop:
         self.finished_length: int | None = None  # length at which every row had ended, once the host knows
         self.left_at: int | None = None  # length of the sequences when stock code took over
         self.ranks: Ranks | None = None  # the processes over which the model is spread
-        self.follows_first = False  # ranks could come to other tokens or ends than the first rank
+        self.have_own_code = False  # ranks could come to other tokens or ends
 
     def follow(self, ranks: Ranks | None, own_code: bool) -> None:
-        """Take on the ranks over which the model is spread, and whether all of them follow the first one's choice."""
-        self.ranks, self.follows_first = ranks, own_code
+        """Take on the ranks over which the model is spread, and whether they could come to other tokens or ends."""
+        self.ranks, self.have_own_code = ranks, own_code
         if own_code:
             self.ahead = 0
 
@@ -254,8 +254,8 @@ class _Loop:
             tokens = self._draw(torch.multinomial, probabilities, 1).squeeze(1)
         else:
             tokens = torch.argmax(scores, dim=-1)
-        if self.ranks is not None and self.follows_first:
-            tokens = self.ranks.of_first(tokens)
+        if self.ranks is not None and self.have_own_code:
+            tokens = self.ranks.same(tokens)
         if self.has_eos:
             tokens = tokens * self.unfinished + compat.pad_token(self.config).to(self.device) * (1 - self.unfinished)
         return tokens
@@ -281,8 +281,8 @@ class _Loop:
         self.ids = torch.cat((self.ids, tokens[:, None]), dim=1)
         self.length += 1
         done = self.criteria(self.ids, tuple(self.scores) if self.scores else None)
-        if self.ranks is not None and self.follows_first:
-            done = self.ranks.of_first(done.long()).bool()
+        if self.ranks is not None and self.have_own_code:
+            done = self.ranks.any_of(done)
         self.unfinished = self.unfinished & ~done
         if not self.ahead:
             self._settle()
