@@ -87,7 +87,7 @@ def decode(
             if is_free:
                 objects = logits_processor, stopping_criteria, generation_config, streamer, generator
                 call = _Call(state, model, input_ids, *objects)
-                with settling(model_kwargs[compat.CACHE], part), alike(ranks, call, model_kwargs, "drafts"):
+                with settling(model_kwargs[compat.CACHE], part), alike(ranks, call, model_kwargs, False):
                     return call.generate(part, model_kwargs, assistant_model)
         reason = "busy"
     state.fall_back(reason)

@@ -73,8 +73,8 @@ def sample(
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
                 whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
-                with settling(compat.text_cache(model_kwargs[compat.CACHE]), part), whole as own_code:
-                    loop.follow(part.ranks, own_code)
+                with settling(compat.text_cache(model_kwargs[compat.CACHE]), part), whole as together:
+                    loop.follow(part.ranks, *together)
                     return loop.generate(part, model_kwargs, behind)
         reason = "busy"
     state.fall_back(reason)
@@ -128,17 +128,20 @@ class _Loop:
         self.finished_length: int | None = None  # length at which every row had ended, once the host knows
         self.left_at: int | None = None  # length of the sequences when stock code took over
         self.ranks: Ranks | None = None  # the processes over which the model is spread
+        self.may_choose = True  # a plan may choose tokens, as far as ranks are asked
         self.have_own_code = False  # ranks could come to other tokens or ends
 
-    def follow(self, ranks: Ranks | None, own_code: bool) -> None:
-        """Take on the ranks over which the model is spread, and whether they could come to other tokens or ends."""
-        self.ranks, self.have_own_code = ranks, own_code
+    def follow(self, ranks: Ranks | None, own_code: bool, may_choose: bool) -> None:
+        """Take on the ranks over which the model is spread, and what :func:`.calls.alike` has found."""
+        self.ranks, self.have_own_code, self.may_choose = ranks, own_code, may_choose
         if own_code:
             self.ahead = 0
 
     def plan_chooses(self) -> bool:
         """Whether the plan may choose tokens: there are no other processors, and nothing else ends the text."""
         config = self.config
+        if not self.may_choose:
+            return False
         if self.settings is None if config.do_sample else len(self.processors):
             return False
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):

@@ -93,7 +93,7 @@ class Notices:
                 yield
             except BaseException as error:
                 with suppress(RuntimeError):  # the store may be gone; the error that is on its way says more
-                    facts = {"why": _first_line(error), "lost": self.lost, "has_waited": error is self._waiting}
+                    facts = {"why": _first_line(error), "lost": self.lost, "has_waited": self.has_waited(error)}
                     self._write(_FAILED, facts)
                 raise
             finally:
@@ -129,6 +129,10 @@ class Notices:
             raise self.now_lost(f"the store of the process group is gone: {_first_line(error)}") from error
         return [each["facts"] for each in told]
 
+    def has_waited(self, error: BaseException) -> bool:
+        """Whether an error says that this rank has waited for another one, which has not come."""
+        return error is self._waiting
+
     def check_lost(self) -> None:
         """Raise if the ranks have lost each other in an earlier call."""
         if self.lost is not None:
@@ -136,11 +140,10 @@ class Notices:
             raise RankError(f"{what} on {self}: the ranks have lost each other before: {self.lost}")
 
     def now_lost(self, why: str) -> RankError:
-        """Note that the ranks cannot go on together, and return the error that says so; its reason is what another
-        rank has told, if one has."""
-        told = self.failure()
-        self.lost = self.lost or f"{why}{f'. {told}' if told else ''}. {START_ANEW}"
-        return RankError(f"{self}: {self.lost}")
+        """Note that the ranks cannot go on together, and return the error that says so. If another rank has told how
+        it left the call, that is the reason, and else ``why``."""
+        self.lost = self.lost or f"{self.failure() or why}. {START_ANEW}"
+        return RankError(self.lost)
 
     def failure(self) -> str | None:
         """Return how another rank has left the call that this one is in, or None if none has."""
@@ -219,7 +222,7 @@ class Notices:
 
     def _left(self, rank: int, found: dict[str, Any]) -> str:
         return (
-            f"rank {rank} has left {found['what']}, which {self} is in: {found['facts']['why']}. A call is made on all "
+            f"rank {rank} has left {found['what']} with an error: {found['facts']['why']}. A call is made on all "
             f"ranks or on none: see the error of rank {rank}"
         )
 
@@ -233,6 +236,8 @@ class Notices:
         return self._waiting
 
     def _other_call(self, rank: int, found: dict[str, Any]) -> RankError:
+        if (given_up := self._failure_of(rank)) and given_up["facts"]["has_waited"]:
+            return RankError(f"{self._left(rank, given_up)}. {START_ANEW}")
         call = self._active[-1]
         its = f"{found['what']} ({found['kind']}, call {found['call']})"
         return RankMismatch(

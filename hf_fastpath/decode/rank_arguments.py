@@ -31,9 +31,11 @@ def arguments_of(method: Callable[..., Any], model: nn.Module, args: tuple, kwar
         for name, value in ({} if config is None else vars(config)).items():
             if not name.startswith("_") and name != "transformers_version" and value is not None:
                 facts[name] = described(value)
-    facts |= {name: described(value) for name, value in given.items() if name not in _OWN | _LISTS}
-    for name in _LISTS & given.keys():
-        facts[name] = [repr(compat.numbers_of(each)) for each in given[name] or () if compat.is_stock(each)]
+    for name, value in given.items():
+        if name not in _OWN | _LISTS and (value is not None or name in facts):
+            facts[name] = described(value)
+    for name in _LISTS:
+        facts[name] = [repr(compat.numbers_of(each)) for each in given.get(name) or () if compat.is_stock(each)]
     return facts | state_of_run(model)
 
 

@@ -144,8 +144,8 @@ class Ranks:
     def _lost(self, why: str) -> RankError:
         first = next(iter(why.strip().splitlines()), "")
         return self.notices.now_lost(
-            f"it has waited {PATIENCE:.0f} s for the other ranks, or has lost them: {first}. Another rank has failed, "
-            "was interrupted, or made other calls"
+            f"{self} has waited {PATIENCE:.0f} s for the other ranks, or has lost them: {first}. Another rank has "
+            "failed, was interrupted, or made other calls"
         )
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -286,15 +286,16 @@ class Ranks:
                 )
 
     def check_alike(
-        self, ids: torch.Tensor, mask: torch.Tensor | None, settings: list[Any], has_own_code: bool
-    ) -> bool:
+        self, ids: torch.Tensor, mask: torch.Tensor | None, settings: list[Any], has_own_code: bool, chooses: bool
+    ) -> tuple[bool, bool]:
         """Check that all ranks come to a loop with the same tokens, attention mask and settings.
 
         Args:
             has_own_code: whether this rank was given objects that may do anything.
+            chooses: whether a plan may choose this rank's tokens.
 
         Returns:
-            Whether any rank was.
+            Whether any rank was given such objects, and whether plans of all ranks may choose.
 
         Raises:
             RankMismatch: the ranks were given different things.
@@ -302,7 +303,8 @@ class Ranks:
         facts = {"batch": ids.shape[0], "length": ids.shape[-1], "settings": repr(settings)}
         facts |= {"tokens": checksum(ids), "attention_mask": None if mask is None else checksum(mask)}
         self.check_arguments("generate()", facts, "prepared arguments")
-        return any(own_code for (own_code,) in self.told([has_own_code], "code of the user's own"))
+        own_code, choosing = zip(*self.told([has_own_code, chooses], "code of the user's own"))
+        return any(own_code), all(choosing)
 
     @contextmanager
     def one_generator(self, device: torch.device) -> Iterator[None]:

@@ -267,8 +267,8 @@ def unpatch(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: the model's own weights are gone.
-        RankError: the model is spread over processes, and another one has not come to its unpatch(); if ranks have lost
-            each other, each goes by itself.
+        RankError: the model is spread over processes, and another one makes another call; or it has not come in
+            time, and this process's model alone is as it was. Ranks that have lost each other go by themselves.
         RuntimeError: another thread runs the model, and has not left its ``generate()`` or forward for a minute.
     """
     inside = patched_model(model)

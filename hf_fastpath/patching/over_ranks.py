@@ -67,19 +67,23 @@ def undone_on_all_ranks(model: nn.Module) -> Iterator[None]:
     """Wait until all ranks are at ``unpatch()``. If the ranks have lost each other, each goes on by itself.
 
     Raises:
-        RankError: a rank makes another call, or has not come in time.
+        RankError: a rank makes another call; or a rank has not come in time, and this one has gone on by itself.
     """
     ranks = _ranks_of(model)
     if ranks is None or ranks.are_lost:
         yield
         return
     with ranks.notices.call("unpatch()", over.PATIENCE):
+        late = None
         try:
             ranks.told([], "start")
-        except RankError:
+        except RankError as error:
             if not ranks.are_lost:
                 raise
+            late = error if ranks.notices.has_waited(error) else None
         yield
+        if late is not None:
+            raise late
 
 
 def _ranks_of(given: Any) -> Ranks | None:
