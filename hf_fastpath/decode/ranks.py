@@ -170,6 +170,7 @@ class Ranks:
             RankMismatch: the ranks have chosen different tokens.
         """
         chosen = self.gather(tokens.contiguous())
+        self.settle(tokens.device)
         for rank, other in enumerate(chosen.tolist()):
             if other != (first := chosen[0].tolist()):
                 raise RankMismatch(

@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastpath
 from hf_fastpath import RankError
 from hf_fastpath.decode import ranks
+from hf_fastpath.patching import api
 
 pytestmark = needs_processes
 #: seconds that ranks wait in these tests, and seconds in which every rank has its error
@@ -77,6 +78,12 @@ def _options(rank: int, folder: Path) -> None:
             patches.setenv("HF_FASTPATH_RECORD", "1")
         said = error_of(hf_fastpath.patch, model, quiet=True)
         assert "HF_FASTPATH_RECORD in the environment is 1 on rank 1 and not given on rank 0" in said, said
+    with pytest.MonkeyPatch.context() as patches:
+        if rank:  # at the end of patch(), when the other rank has done all of it
+            patches.setattr(api, "keep_recording", lambda *given: 1 // 0)
+        said = error_of(hf_fastpath.patch, model, quiet=True)
+    assert said.startswith("ZeroDivisionError" if rank else "RankError: rank 1 has left patch()"), said
+    assert_same_instances(instances(model), before)
     own = dict(weights="int9") if rank else {}
     said = error_of(hf_fastpath.patch, model, quiet=True, **own)
     assert ("weights is 'int9'" in said) and said.startswith("ValueError" if rank else "RankError"), said
