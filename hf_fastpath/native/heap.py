@@ -19,7 +19,7 @@ from contextlib import contextmanager
 #: them anew, which takes up to 5 % of a prompt's time; beyond glibc's greatest limit it does so for stock code as well
 BLOCK_BYTES = 24 << 20
 #: behind a prompt with hidden states of this size, what is free in the heap is given back: that takes 5 to 40 ms
-TRIMMED_BYTES = 8 << 20
+TRIMMED_BYTES = 4 << 20
 #: glibc's greatest limit, to which that of a process that frees large blocks grows by itself
 _GREATEST = 32 << 20
 #: the limit's number, as in glibc's ``malloc.h``
