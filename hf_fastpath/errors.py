@@ -31,3 +31,7 @@ class NoCounterpart(Exception):
 
 class RankError(RuntimeError):
     """Another of the processes over which a model is spread has failed, or did not come in time."""
+
+
+class RankMismatch(RankError, ValueError):
+    """Processes over which a model is spread were given different arguments, or make different calls."""

@@ -25,6 +25,13 @@ def is_on(name: str, default: bool = False) -> bool:
     return default if value is None else value not in OFF
 
 
+def all_set(prefix: str = "HF_FASTPATH_") -> dict[str, str]:
+    """Return the package's variables that are set, but those that say where and how kernels are built, with values."""
+    left_out = ("CACHE", "BUILD", "TARGETS", "CUDA_ARCHS")
+    names = (name for name in os.environ if name.startswith(prefix) and name.removeprefix(prefix) not in left_out)
+    return {name: word(name) or "" for name in sorted(names)}
+
+
 def mode(name: str, modes: tuple[str, ...], on: str, off: str) -> str:
     """Return which of ``modes`` the variable ``name`` asks for.
 

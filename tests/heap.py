@@ -19,15 +19,24 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
-def held_bytes() -> int:
-    """Return the bytes in use in all arenas, and in blocks mapped by themselves, after Python has collected garbage."""
+def _info() -> _Mallinfo:
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
         pytest.skip("the C library has no mallinfo2 (glibc from 2.33 on has)")
     library.mallinfo2.restype = _Mallinfo
     gc.collect()
-    info = library.mallinfo2()
+    return library.mallinfo2()
+
+
+def held_bytes() -> int:
+    """Return the bytes in use in all arenas, and in blocks mapped by themselves, after Python has collected garbage."""
+    info = _info()
     return info.uordblks + info.hblkhd
+
+
+def mapped_blocks() -> int:
+    """Return how many blocks are mapped by themselves, outside of the heap."""
+    return _info().hblks
 
 
 def growth(call: Callable[[], object], times: int, windows: int = 3) -> int:

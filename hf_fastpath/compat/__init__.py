@@ -147,7 +147,9 @@ from .parallel import (
     Parallel,
     ShardStyle,
     all_gather,
+    bounded_waits,
     halves_sharded_dim,
+    is_lost_connection,
     is_sharded,
     is_tensor_parallel,
     local_tensor,
@@ -159,6 +161,7 @@ from .parallel import (
     shared_memory,
     spread_like,
     spread_over_ranks,
+    store_of,
     whole_experts,
     with_local_tensor,
 )

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -95,6 +97,37 @@ def rank_group(model: nn.Module) -> Any:
     """Return the process group of the ranks over which a tensor-parallel model is spread."""
     mesh = model._device_mesh
     return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
+def store_of(group: Any) -> Any:
+    """Return the store of a process group, through which its ranks found each other; None if the group is gone."""
+    known = torch.distributed.distributed_c10d._world.pg_map.get(group)
+    return None if known is None else known[1]
+
+
+@contextmanager
+def bounded_waits(group: Any, seconds: float) -> Iterator[None]:
+    """Let each collective of a group on the CPU wait so long at most, for the length of a ``with`` block.
+
+    NCCL's are left alone: behind its limit the watchdog ends the process.
+    """
+    backends = [group._get_backend(torch.device(kind)) for kind in map(str, group._device_types) if kind == "cpu"]
+    before = [(each, each.options._timeout) for each in backends if hasattr(each, "_set_default_timeout")]
+    for backend, _ in before:
+        backend._set_default_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        for backend, limit in before:
+            backend._set_default_timeout(limit)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error is a collective's whose other ranks have not come, or are gone."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("/gloo/" in text or "timeout caused pair closure" in text)
 
 
 def parallel_forward(module: nn.Module) -> Parallel | None:

@@ -59,7 +59,7 @@ def decode(
     """Do what ``GenerationMixin._assisted_decoding`` does, with its arguments, while a patched model is alive."""
     part = state.plans.part_in_call(model, generation_config, is_last=True)
     reason = why_no_drafts(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-    generator, ranks = None, None if part is None else part.ranks
+    generator, ranks = None, state.ranks if state.loop_reason is None else None
     if reason is None and ranks is not None and runs_users_code(logits_processor, stopping_criteria, streamer):
         reason = Cause("generation_mode", "drafts and code of the user's own, for a model spread over processes")
     longest = input_ids.shape[1] if stopping_criteria.max_length is None else stopping_criteria.max_length
@@ -81,13 +81,13 @@ def decode(
         if generator is None:
             reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
     if ranks is not None:
-        reason = ranks.agreed(reason, input_ids.device) or part.reason_of_ranks(state.plans, len(input_ids))
+        reason = ranks.agreed(reason) or part.reason_of_ranks(state.plans, len(input_ids))
     if reason is None:
         with state.plans.place() as is_free:
             if is_free:
                 objects = logits_processor, stopping_criteria, generation_config, streamer, generator
                 call = _Call(state, model, input_ids, *objects)
-                with settling(model_kwargs[compat.CACHE], part), alike(ranks, call, model_kwargs, "drafts"):
+                with settling(model_kwargs[compat.CACHE], part), alike(ranks, call, model_kwargs, False):
                     return call.generate(part, model_kwargs, assistant_model)
         reason = "busy"
     state.fall_back(reason)

@@ -60,34 +60,34 @@ def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
 
 
 @contextmanager
-def alike(ranks: Ranks | None, call: Any, model_kwargs: dict, way: Any) -> Iterator[bool]:
+def alike(ranks: Ranks | None, call: Any, model_kwargs: dict, chooses: bool) -> Iterator[tuple[bool, bool]]:
     """Draw the same tokens on all ranks over which a model is spread, for the length of a ``with`` block.
 
     Args:
         ranks: the processes, or None for a model that this one has whole.
         call: what one of our loops keeps of a call of ``generate()``.
-        way: how the tokens will be chosen.
+        chooses: whether a plan may choose the tokens.
 
     Yields:
-        Whether ranks could come to other tokens or ends: there is code of the user's, or an end depends on time.
+        Whether ranks could come to other tokens or ends: there is code of the user's, or an end depends on time; and
+        whether plans may choose the tokens on all ranks.
 
     Raises:
         ValueError: ranks were given other tokens or settings.
     """
     if ranks is None:
-        yield False
+        yield False, chooses
         return
     settings = [
         call.config.do_sample,
         call.criteria.max_length,
         [end.tolist() for end in end_tokens(call.criteria)],
-        way,
     ]
     settings += [compat.numbers_of(each) for each in call.processors if compat.is_stock(each)]
     own_code = call.runs_users_code or not all(map(compat.looks_at_tokens_alone, call.criteria))
-    any_own_code = ranks.check_alike(call.ids, model_kwargs.get("attention_mask"), settings, own_code)
+    found = ranks.check_alike(call.ids, model_kwargs.get("attention_mask"), settings, own_code, chooses)
     with ranks.one_generator(call.ids.device) if call.config.do_sample else nullcontext():
-        yield any_own_code
+        yield found
 
 
 class Watch:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,15 +14,18 @@ import torch
 from .. import compat
 from .calls import for_patched_models
 from .patched import Patched
+from .rank_arguments import arguments_of
 
 
 @for_patched_models
 def generate(state: Patched, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what ``GenerationMixin.generate`` does, with its arguments, while a patched model is alive."""
     started, before = time.perf_counter(), state.stats.made_here
+    given = args, dict(kwargs)
     if callable(loop := kwargs.get("custom_generate")):
         kwargs["custom_generate"] = _counted(loop, state)
-    result = original(model, *args, **kwargs)
+    with _on_all_ranks(state, "generate()", original, model, *given):
+        result = original(model, *args, **kwargs)
     if state.stats.made_here == before:  # else a loop has counted, which knows the prompt better
         prompt = args[0] if args else kwargs.get("inputs")
         tokens = compat.num_tokens_behind(model, prompt, kwargs, result)
@@ -33,10 +37,26 @@ def generate(state: Patched, original: Any, model: Any, *args: Any, **kwargs: An
 def generate_batch(state: Patched, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what ``GenerationMixin.generate_batch`` does, with its arguments, while a patched model is alive."""
     started = time.perf_counter()
-    result = original(model, *args, **kwargs)
+    with _on_all_ranks(state, "generate_batch()", original, model, args, kwargs):
+        result = original(model, *args, **kwargs)
     tokens = sum(len(request.generated_tokens) for request in result.values())
     state.stats.generated(tokens, started, stock=True)
     return result
+
+
+@contextmanager
+def _on_all_ranks(state: Patched, what: str, method: Any, model: Any, args: tuple, kwargs: dict) -> Iterator[None]:
+    """Be in a call that all ranks make with the same arguments, for the length of a ``with`` block.
+
+    Raises:
+        RankError: a rank was given other arguments, makes another call, or does not come.
+    """
+    if state.ranks is None:
+        yield
+        return
+    with state.ranks.call(what):
+        state.ranks.check_arguments(what, arguments_of(method, model, args, kwargs))
+        yield
 
 
 def by_stock(state: Patched, input_ids: torch.Tensor, loop: Callable[[], Any]) -> Any:

@@ -65,8 +65,8 @@ def sample(
     given |= dict(generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer)
     part = state.plans.part_in_call(model, generation_config, is_last=True)
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-    if part is not None and part.ranks is not None:
-        reason = part.ranks.agreed(reason, input_ids.device) or part.reason_of_ranks(state.plans, len(input_ids))
+    if state.ranks is not None and state.loop_reason is None:
+        reason = state.ranks.agreed(reason) or part.reason_of_ranks(state.plans, len(input_ids))
     if reason is None:
         with state.plans.place() as is_free:
             if is_free and part.token_shape:
@@ -74,8 +74,8 @@ def sample(
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
                 whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
-                with settling(compat.text_cache(model_kwargs[compat.CACHE]), part), whole as own_code:
-                    loop.follow(part.ranks, own_code)
+                with settling(compat.text_cache(model_kwargs[compat.CACHE]), part), whole as together:
+                    loop.follow(part.ranks, *together)
                     return loop.generate(part, model_kwargs, behind)
         reason = "busy"
     state.fall_back(reason)
@@ -129,17 +129,20 @@ class _Loop:
         self.finished_length: int | None = None  # length at which every row had ended, once the host knows
         self.left_at: int | None = None  # length of the sequences when stock code took over
         self.ranks: Ranks | None = None  # the processes over which the model is spread
-        self.follows_first = False  # ranks could come to other tokens or ends than the first rank
+        self.may_choose = True  # a plan may choose tokens, as far as ranks are asked
+        self.have_own_code = False  # ranks could come to other tokens or ends
 
-    def follow(self, ranks: Ranks | None, own_code: bool) -> None:
-        """Take on the ranks over which the model is spread, and whether all of them follow the first one's choice."""
-        self.ranks, self.follows_first = ranks, own_code
+    def follow(self, ranks: Ranks | None, own_code: bool, may_choose: bool) -> None:
+        """Take on the ranks over which the model is spread, and what :func:`.calls.alike` has found."""
+        self.ranks, self.have_own_code, self.may_choose = ranks, own_code, may_choose
         if own_code:
             self.ahead = 0
 
     def plan_chooses(self) -> bool:
         """Whether the plan may choose tokens: there are no other processors, and nothing else ends the text."""
         config = self.config
+        if not self.may_choose:
+            return False
         if self.settings is None if config.do_sample else len(self.processors):
             return False
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
@@ -255,8 +258,8 @@ class _Loop:
             tokens = self._draw(torch.multinomial, probabilities, 1).squeeze(1)
         else:
             tokens = torch.argmax(scores, dim=-1)
-        if self.ranks is not None and self.follows_first:
-            tokens = self.ranks.of_first(tokens)
+        if self.ranks is not None and self.have_own_code:
+            tokens = self.ranks.same(tokens)
         if self.has_eos:
             tokens = tokens * self.unfinished + compat.pad_token(self.config).to(self.device) * (1 - self.unfinished)
         return tokens
@@ -282,8 +285,8 @@ class _Loop:
         self.ids = torch.cat((self.ids, tokens[:, None]), dim=1)
         self.length += 1
         done = self.criteria(self.ids, tuple(self.scores) if self.scores else None)
-        if self.ranks is not None and self.follows_first:
-            done = self.ranks.of_first(done.long()).bool()
+        if self.ranks is not None and self.have_own_code:
+            done = self.ranks.any_of(done)
         self.unfinished = self.unfinished & ~done
         if not self.ahead:
             self._settle()

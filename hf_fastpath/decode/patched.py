@@ -11,6 +11,7 @@ from torch import nn
 from ..options import Options
 from ..stats import Stats
 from .plan_cache import PlanCache
+from .ranks import Ranks
 
 #: where a model that was given to ``patch()`` keeps its state
 STATE_KEY = "_hf_fastpath"
@@ -34,6 +35,10 @@ class Patched(Protocol):
     @property
     def model(self) -> nn.Module | None:
         """The model that was given to ``patch()``."""
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes over which the model is spread, or None if this one has all of it."""
 
     @property
     def loop_reason(self) -> str | None:

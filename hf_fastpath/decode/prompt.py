@@ -15,6 +15,7 @@ import torch
 
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
+from ..native.heap import reading_prompt
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS
 from ..ops.kv_cache import KVCache
@@ -256,6 +257,22 @@ def read_text(
     Returns:
         [batch, vocab_size] logits of the first token.
     """
+    weight = part.embedding.weight
+    hidden_bytes = ids.numel() * weight.shape[-1] * weight.itemsize if weight.device.type == "cpu" else 0
+    with reading_prompt(hidden_bytes):
+        return _read_text(plans, model, part, ids, config, model_kwargs, starts)
+
+
+def _read_text(
+    plans: PlanCache,
+    model: Any,
+    part: ModelPart,
+    ids: torch.Tensor,
+    config: Any,
+    model_kwargs: dict,
+    starts: torch.Tensor | None,
+) -> torch.Tensor:
+    """Do as :func:`read_text`, wherever memory comes from."""
     cache = model_kwargs[compat.CACHE]
     if multimodal.has_more_than_tokens(part, model_kwargs):
         return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]

@@ -1,13 +1,13 @@
 """The processes over which a tensor-parallel model is spread, and what they do together.
 
-All ranks make the same calls in the same order. While a call of ``generate()`` runs, a rank that waits longer than
-PATIENCE for the others ends with an error.
+All ranks make the same calls in the same order, with the same arguments. Before a call touches the model, ranks compare
+by notices what they were given; a rank that waits longer than PATIENCE for the others ends with an error.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,14 +17,18 @@ import torch
 import torch.distributed as dist
 
 from .. import compat
-from ..errors import RankError
+from ..errors import RankError, RankMismatch
 from ..ops.peers import MAX_RANKS, clear
 from ..reasons import Cause
+from .notices import Notices, notices_of
+from .rank_arguments import checksum
 
 #: seconds that a rank waits for the others inside of a call
 PATIENCE = 25.0
-#: seconds between two looks at a device that may wait for other ranks
-_PAUSE = 20e-6
+#: seconds between two looks at a device that may wait for other ranks, and at whether one of these has failed
+_PAUSE, _BETWEEN_LOOKS = 20e-6, 0.5
+#: how many differences between ranks an error names
+_MOST_NAMED = 4
 #: tokens of a prompt that the slowest device reads in a second
 _TOKENS_A_SECOND = 500
 #: bytes that a rank may send at once through the memory of other GPUs; more go through torch.distributed
@@ -94,7 +98,7 @@ class Ranks:
             peers = Peers(self, device)
         except RuntimeError as error:
             self._why_no_peers = next(iter(str(error).splitlines()), "")
-        if all(has_peers for (has_peers,) in self.told([peers is not None], device)):
+        if all(has_peers for (has_peers,) in self.told([peers is not None], "memory")):
             self.peers = peers
 
     def __str__(self) -> str:
@@ -108,22 +112,40 @@ class Ranks:
         why = f" ({self._why_no_peers})" if self._why_no_peers else ""
         return f"{dist.get_backend(self.group)}{why}"
 
+    @property
+    def notices(self) -> Notices:
+        """What the ranks tell each other of their calls."""
+        return notices_of(self.group)
+
     def _finish(self, start: Any, *arguments: Any) -> None:
         """Run a collective of torch.distributed; on the CPU the wait for it has an end."""
         try:
             if arguments[0].is_cuda:  # the device waits, and ``wait`` bounds that
                 start(*arguments, group=self.group)
             else:
-                start(*arguments, group=self.group, async_op=True).wait(timedelta(seconds=PATIENCE))
+                self._wait_for(start(*arguments, group=self.group, async_op=True))
+        except RankError:
+            raise
         except RuntimeError as error:
             raise self._lost(str(error)) from error
 
+    def _wait_for(self, work: Any) -> None:
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                work.wait(timedelta(seconds=max(0.001, min(_BETWEEN_LOOKS, end - time.monotonic()))))
+                return
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() > end:
+                    raise
+            if self.notices.failure() is not None:
+                raise self._lost("another rank has left the call")
+
     def _lost(self, why: str) -> RankError:
         first = next(iter(why.strip().splitlines()), "")
-        return RankError(
+        return self.notices.now_lost(
             f"{self} has waited {PATIENCE:.0f} s for the other ranks, or has lost them: {first}. Another rank has "
-            "failed, was interrupted, or made other calls. Look for the first error of all ranks, end all processes "
-            "and start anew"
+            "failed, was interrupted, or made other calls"
         )
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -137,9 +159,26 @@ class Ranks:
         self._finish(compat.all_gather, out.view(-1), x.view(-1))
         return out
 
-    def of_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the first rank's tensor; the tensors of all ranks have one shape and dtype."""
-        return self.gather(x.contiguous())[0].clone()
+    def any_of(self, done: torch.Tensor) -> torch.Tensor:
+        """Return where any rank's bool tensor is True."""
+        return self.gather(done.long().contiguous()).any(0)
+
+    def same(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that all ranks have chosen.
+
+        Raises:
+            RankMismatch: the ranks have chosen different tokens.
+        """
+        chosen = self.gather(tokens.contiguous())
+        self.settle(tokens.device)
+        for rank, other in enumerate(chosen.tolist()):
+            if other != (first := chosen[0].tolist()):
+                raise RankMismatch(
+                    f"generate() has chosen the tokens {other} on rank {rank} and {first} on rank 0 of a model that is "
+                    f"spread over {self.size} ranks, expected the same on all: the logits processors of a rank are "
+                    "others, or draw other random numbers. Give all ranks the same ones"
+                )
+        return tokens
 
     def settle(self, device: torch.device, tokens: int = 1) -> None:
         """Wait until the device has done all that it was given, so that the host may look at results.
@@ -162,63 +201,111 @@ class Ranks:
             RankError: the device has not passed the event in time.
         """
         end = time.monotonic() + (PATIENCE if seconds is None else seconds)
+        look = time.monotonic() + _BETWEEN_LOOKS
         while not event.query():
-            if time.monotonic() > end:
+            if (now := time.monotonic()) > end:
                 raise self._lost("the device still waits")
+            if now > look:
+                look = now + _BETWEEN_LOOKS
+                if self.notices.failure() is not None:
+                    raise self._lost("another rank has left the call")
             time.sleep(_PAUSE)
         if self.peers is not None and int(self.peers.status):
             raise self._lost("the device has waited for them")
 
     # ---- before a call ------------------------------------------------------------------------------------------
 
-    def told(self, facts: list[int], device: torch.device) -> list[list[int]]:
-        """Return what each rank tells; ranks may come late, as to any collective of the user's.
+    @contextmanager
+    def call(self, what: str) -> Iterator[None]:
+        """Be in a call that all ranks make, for the length of a ``with`` block; the others learn if it fails here.
 
-        Every rank has to call this method.
+        Args:
+            what: the call, as the user writes it.
+
+        Raises:
+            RankError: the ranks have lost each other.
         """
-        mine = torch.tensor(facts, dtype=torch.long, device=device)
-        out = mine.new_empty(self.size * len(facts))
-        compat.all_gather(out, mine, group=self.group)
-        return out.view(self.size, -1).tolist()
+        notices = self.notices
+        with notices.call(what, PATIENCE), compat.bounded_waits(self.group, PATIENCE):
+            notices.check_lost()
+            try:
+                yield
+            except RankError:
+                raise
+            except RuntimeError as error:  # of stock code's collectives
+                if not compat.is_lost_connection(error):
+                    raise
+                raise self._lost(str(error)) from error
 
-    def agreed(self, reason: str | None, device: torch.device) -> str | None:
+    @property
+    def are_lost(self) -> bool:
+        """Whether no call over all ranks can be made any more."""
+        return compat.store_of(self.group) is None or self.notices.lost is not None
+
+    def told(self, facts: list[int], kind: str = "state") -> list[list[int]]:
+        """Return what each rank tells. Every rank has to call this method.
+
+        Args:
+            kind: what it is about, for errors.
+        """
+        return [each["facts"] for each in self.notices.exchange(kind, {"facts": facts}, PATIENCE)]
+
+    def agreed(self, reason: str | None) -> str | None:
         """Return the reason for stock code that all ranks follow: this rank's, or that another rank has one.
 
         Every rank has to call this method.
         """
-        others = [rank for rank, (has_reason,) in enumerate(self.told([reason is not None], device)) if has_reason]
+        others = [rank for rank, (has_reason,) in enumerate(self.told([reason is not None], "reason")) if has_reason]
         if reason is not None or not others:
             return reason
         return Cause("other_rank", f"rank {others[0]}")
 
+    def check_arguments(self, what: str, facts: dict[str, Any], kind: str = "arguments") -> None:
+        """Check that all ranks were given the same.
+
+        Args:
+            what: the call, as the user writes it.
+            facts: name -> value, as text or a number.
+
+        Raises:
+            RankMismatch: the ranks were given different things.
+        """
+        told = self.notices.exchange(kind, facts, PATIENCE)
+        first = told[0]
+        for rank, other in enumerate(told):
+            odd = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+            if odd:
+                named = "; ".join(
+                    f"{name} is {_said(other, name)} on rank {rank} and {_said(first, name)} on rank 0"
+                    for name in odd[:_MOST_NAMED]
+                )
+                more = f"; and {len(odd) - _MOST_NAMED} more" if len(odd) > _MOST_NAMED else ""
+                raise RankMismatch(
+                    f"{what} got other arguments or another state on rank {rank} than on rank 0 of a model that is "
+                    f"spread over {self.size} ranks: {named}{more}; expected the same on all. Call {what} with the "
+                    "same on every rank"
+                )
+
     def check_alike(
-        self, ids: torch.Tensor, mask: torch.Tensor | None, settings: list[Any], has_own_code: bool
-    ) -> bool:
-        """Check that all ranks were given the same tokens, attention mask and settings.
+        self, ids: torch.Tensor, mask: torch.Tensor | None, settings: list[Any], has_own_code: bool, chooses: bool
+    ) -> tuple[bool, bool]:
+        """Check that all ranks come to a loop with the same tokens, attention mask and settings.
 
         Args:
             has_own_code: whether this rank was given objects that may do anything.
+            chooses: whether a plan may choose this rank's tokens.
 
         Returns:
-            Whether any rank was.
+            Whether any rank was given such objects, and whether plans of all ranks may choose.
 
         Raises:
-            ValueError: the ranks were given different things.
+            RankMismatch: the ranks were given different things.
         """
-        seen = [b"" if each is None else each.cpu().numpy().tobytes() for each in (ids, mask)]
-        facts = [*ids.shape, *map(zlib.crc32, (*seen, repr(settings).encode()))]
-        *told, own_code = zip(*self.told([*facts, has_own_code], ids.device))
-        told = list(zip(*told))
-        for rank, other in enumerate(told):
-            if other != told[0]:
-                names = ("batch", "length", "tokens", "attention_mask", "settings")
-                odd = [name for name, first, its in zip(names, told[0], other) if first != its]
-                raise ValueError(
-                    f"generate() got other {', '.join(odd)} on rank {rank} than on rank 0 of a model that is spread "
-                    f"over {self.size} ranks, expected the same on all: {told[0][:2]} and {other[:2]} are batch and "
-                    "length"
-                )
-        return any(own_code)
+        facts = {"batch": ids.shape[0], "length": ids.shape[-1], "settings": repr(settings)}
+        facts |= {"tokens": checksum(ids), "attention_mask": None if mask is None else checksum(mask)}
+        self.check_arguments("generate()", facts, "prepared arguments")
+        own_code, choosing = zip(*self.told([has_own_code, chooses], "code of the user's own"))
+        return any(own_code), all(choosing)
 
     @contextmanager
     def one_generator(self, device: torch.device) -> Iterator[None]:
@@ -233,7 +320,8 @@ class Ranks:
         )
         own = get()
         first = own.to(device, copy=True)
-        dist.broadcast(first, group=self.group, group_src=0)
+        self._finish(functools.partial(dist.broadcast, group_src=0), first)
+        self.settle(device)
         first = first.cpu()
         if torch.equal(first, own):
             yield
@@ -243,3 +331,10 @@ class Ranks:
             yield
         finally:
             set_(own)
+
+
+def _said(facts: dict[str, Any], name: str) -> str:
+    if name not in facts:
+        return "not given"
+    text = str(facts[name])
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -108,7 +108,7 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
     reason = reason or _whole_reason(model, whole)
     if isinstance(whole, ShardedPart) and reason is None:
         reason = whole.spread_reason() or _lasting_reason(whole)
-    reason = ranks.agreed(reason, next(model.parameters()).device)
+    reason = ranks.agreed(reason)
     if whole is not None and whole.is_recorded and reason is not None:
         family = whole = None
     replacements, refusal = _quantized(model, whole, options, reason)

@@ -26,6 +26,7 @@ from . import selftest
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, quantize, undo
 from .coverage import check_coverage, check_kernels, check_whole
+from .over_ranks import check_done, check_options, on_all_ranks, undone_on_all_ranks
 from .reporting import Report
 from .state import PatchState, patched_model, state_of
 
@@ -74,13 +75,16 @@ def patch(
         UnsupportedModelError: nothing in the model could be patched, there are no compiled kernels for its device, or
             its architecture file names a class that the installed transformers lacks.
         ValueError: an argument has no valid value, or the model is patched already with other options.
+        RankError: the model is spread over processes, and another one was given other options, has failed, or has not
+            come to its patch() in time; the model is as it was.
         TypeError: ``model`` is not a module.
         RuntimeError: another thread runs the model, and has not left its ``generate()`` or forward for a minute.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
-    options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original, page_size)
-    return patch_with(model, options, quiet)
+    with on_all_ranks(model, "patch()"):
+        options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original, page_size)
+        return patch_with(model, options, quiet)
 
 
 def patch_with(
@@ -105,6 +109,7 @@ def _patch_alone(
 ) -> nn.Module:
     """Do what :func:`patch_with` does, while no mode of PyTorch's looks on."""
     model = patched_model(given)
+    check_options(model, options, put_weights is not None)
     while not _is_patched(model, options):
         check_whole(given)
         devices = _devices(model)
@@ -225,6 +230,7 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
         state.huge_pages = huge_pages.Move(weights)
         state.huge_pages.wait(_SMALL_MOVE)
     keep_recording(plan, state)
+    check_done(model)
     if not quiet:
         print(report(model), file=sys.stderr)
 
@@ -239,7 +245,7 @@ def _record_again(recorded: Recorded, state: PatchState) -> None:
     part = recorded.model_part(state.model)
     reason = part.reason() or part.proof_reason(state.plans, 1)
     if part.ranks is not None:
-        reason = part.ranks.agreed(reason, part.devices[0]) or part.reason_of_ranks(state.plans, 1)
+        reason = part.ranks.agreed(reason) or part.reason_of_ranks(state.plans, 1)
     if reason is not None:
         why = explained(named(reason, part.module))
         asked = f"weights={state.options.weights!r}, lm_head={state.options.lm_head!r}"
@@ -268,6 +274,8 @@ def unpatch(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: the model's own weights are gone.
+        RankError: the model is spread over processes, and another one makes another call; or it has not come in
+            time, and this process's model alone is as it was. Ranks that have lost each other go by themselves.
         RuntimeError: another thread runs the model, and has not left its ``generate()`` or forward for a minute.
     """
     inside = patched_model(model)
@@ -276,7 +284,7 @@ def unpatch(model: nn.Module) -> nn.Module:
         return model
     if state.lost is not None:
         raise ValueError(f"unpatch() cannot bring the model's own weights back: {state.lost}")
-    with _alone(inside, state, "unpatch") as is_ours:
+    with undone_on_all_ranks(inside), _alone(inside, state, "unpatch") as is_ours:
         if is_ours:
             undo(state)
     return model

@@ -123,7 +123,7 @@ def check(plan: PatchPlan) -> None:
     model = plan.model
     difference, of_logits = run(model, plan.recorded)
     if plan.ranks is not None:
-        difference = plan.ranks.agreed(difference, _device(model))
+        difference = plan.ranks.agreed(difference)
     if difference is None:
         if plan.is_recorded:
             plan.recorded.twins_difference = of_logits

@@ -12,6 +12,7 @@ from torch import nn
 from .. import compat, reasons
 from ..decode.patched import STATE_KEY
 from ..decode.plan_cache import PlanCache
+from ..decode.ranks import Ranks
 from ..errors import FallbackError
 from ..forks import after_fork
 from ..native.huge_pages import Move
@@ -81,6 +82,11 @@ class PatchState:
     def model(self) -> nn.Module | None:
         """The model that was given to ``patch()``."""
         return self.ledger.first
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes over which the model is spread, or None if this one has all of it."""
+        return None if self.decided is None else self.decided.ranks
 
     @property
     def loop_reason(self) -> str | None:

@@ -59,12 +59,12 @@ class SpreadPart(LocalRecordedPart):
 
         Every rank has to call this method, and comes to the same.
         """
-        told = self.ranks.told([self.verdict is None, self._together(batch)], self.devices[0])
+        told = self.ranks.told([self.verdict is None, self._together(batch)], "step")
         if len({together for _, together in told}) > 1:
             return Cause("sharded", "ranks whose steps put other things together", self.module)
         if any(is_unproven for is_unproven, _ in told):
             self.verdict = None
-            self.verdict = (self.ranks.agreed(reason_against(self, plans), self.devices[0]),)
+            self.verdict = (self.ranks.agreed(reason_against(self, plans)),)
         return self.verdict[0]
 
     def _together(self, batch: int) -> int:

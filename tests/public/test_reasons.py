@@ -10,7 +10,7 @@ import functools
 import platform
 import types
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -47,6 +47,7 @@ from hf_fastpath.decode.structure import ModelPart
 from hf_fastpath.native import loader
 from hf_fastpath.patching.module_patch import KEY
 from hf_fastpath.patching.reporting import Report
+from hf_fastpath.patching.state import PatchState
 from hf_fastpath.reasons import REASONS
 from hf_fastpath.recording import proof
 from hf_fastpath.stats import MOST_DETAILS, Stats
@@ -253,12 +254,19 @@ class TwoRanks(Ranks):
     def __init__(self):
         self.rank, self.size = 0, 2
 
-    def told(self, facts, device):
+    def call(self, what):
+        return nullcontext()
+
+    def check_arguments(self, what, facts, kind=None):
+        pass
+
+    def told(self, facts, kind):
         return [facts, [1]]
 
 
 def other_rank(monkeypatch):
-    monkeypatch.setattr(ModelPart, "ranks", TwoRanks())
+    for kind in (ModelPart, PatchState):
+        monkeypatch.setattr(kind, "ranks", TwoRanks())
     return generating()
 
 
