@@ -19,6 +19,7 @@ from ..decode.modules import is_packed
 from ..decode.named_calls import Register, by_name
 from ..quantization.linear import PackedLinear
 from . import marks
+from .noted_code import profile_again
 from .recorder import Recorder
 from .recording import Span, Unrecordable
 from .text_lengths import computed, known
@@ -55,10 +56,12 @@ class Functions(TorchFunctionMode):
         hears = sys.getprofile()  # of the model's code; inside of PyTorch's, that would take as long as all else
         sys.setprofile(None)
         try:
-            with self._recorder.noting_refusals():
-                return self._note(func, args, kwargs or {})
+            return self._note(func, args, kwargs or {})
+        except Exception as error:
+            self._recorder.note_refusal(error)
+            raise
         finally:
-            sys.setprofile(hears)
+            profile_again(hears)
 
     def _note(self, func, args, kwargs):
         handler = _HANDLERS.get(func)
@@ -133,8 +136,11 @@ class Dispatch(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with self._recorder.noting_refusals():
+        try:
             return self._note(func, args, kwargs or {})
+        except Exception as error:
+            self._recorder.note_refusal(error)
+            raise
 
     def _note(self, func, args, kwargs):
         out = func(*args, **kwargs)

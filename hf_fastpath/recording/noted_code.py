@@ -41,7 +41,7 @@ _LEFT_OUT = sys.stdlib_module_names | {"torch", "hf_fastpath"}
 _OF_TORCH = frozenset(dir(nn.Module)) | {"forward"}
 
 
-def _profile_again(profiler: Any) -> None:
+def profile_again(profiler: Any) -> None:
     """Let a profiler of this thread go on: a function, or cProfile's object, which is no function."""
     if profiler is None or callable(profiler):
         sys.setprofile(profiler)
@@ -90,7 +90,7 @@ class NotedCode:
         try:
             yield
         finally:
-            _profile_again(before)
+            profile_again(before)
             if collects:
                 gc.enable()
         if self._error is not None:

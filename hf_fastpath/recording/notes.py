@@ -192,11 +192,6 @@ class Notes:
         finally:
             self.trace = trace
 
-    @contextmanager
-    def noting_refusals(self) -> Iterator[None]:
-        """Note what is refused in a ``with`` block, as the model may catch the error and take another way."""
-        try:
-            yield
-        except Exception as error:
-            self.refused = self.refused or error
-            raise
+    def note_refusal(self, error: Exception) -> None:
+        """Note that a call was refused: the model may catch the error and take another way."""
+        self.refused = self.refused or error

@@ -252,8 +252,11 @@ def _seam(name: str) -> Callable[..., Any]:
 
     def seam(*args, **kwargs):
         noting = recorder.get()
-        with noting.noting_refusals():
+        try:
             return getattr(noting, name)(*args, **kwargs)
+        except Exception as error:
+            noting.note_refusal(error)
+            raise
 
     return seam
 
