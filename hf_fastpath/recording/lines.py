@@ -10,7 +10,7 @@ _LONGEST = 120
 
 
 def line_of_frame(frame: traceback.FrameSummary | None) -> str:
-    """Return a line of a model as ``file.py:number: text``; "" if the frame is of no model."""
+    """Return the line of a frame of a model as ``file.py:number: text``; "" if the frame is of no model."""
     if frame is None or not is_of_model(frame.filename):
         return ""
     line = frame.line or ""

@@ -22,7 +22,7 @@ from . import marks
 from .noted_code import profile_again
 from .recorder import Recorder
 from .recording import Span, Unrecordable
-from .text_lengths import computed, known
+from .text_lengths import computed
 
 _aten = torch.ops.aten
 
@@ -175,7 +175,7 @@ def _number_of_length(recorder: Recorder, func: Any, arguments: dict[str, Any], 
     """Return the number made of the text's length with which a call computes; None if it is computed otherwise."""
     if func not in _WITH_NUMBERS and func is not _aten.full.default:
         return None
-    number = known(arguments["other" if func in _WITH_NUMBERS else "fill_value"])
+    number = recorder.lengths.noted(arguments["other" if func in _WITH_NUMBERS else "fill_value"])
     is_counted = func in (_aten.add.Tensor, _aten.mul.Tensor) and recorder.lengths.counts_tokens(number)
     is_left = is_counted and not out.is_floating_point()  # passes look for these
     return number if recorder.lengths.is_made_of(number) and not is_left else None

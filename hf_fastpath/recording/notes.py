@@ -14,7 +14,6 @@ from ..decode.named_calls import Call, Register, read_by
 from ..decode.rank_calls import shard_of
 from . import marks
 from .latent import Expansion
-from .lines import line_of_frame
 from .overloads import functional_overload
 from .recording import EncodedLayer, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
@@ -46,7 +45,7 @@ class Notes:
         self.is_unpadded = False  # see Recording
         self.past = past_tokens(skeleton.model.config) if past is None else past
         self.encoded_length = _ENCODED if encoded is None else encoded
-        self.lengths = Lengths(skeleton.mode.shape_env, self.past, self.encoded_length, line_of_frame, is_plain)
+        self.lengths = Lengths(skeleton.mode.shape_env, self.past, self.encoded_length, is_plain, past is not None)
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
         self._kept: list[Any] = []  # kept alive, so that no other tensor gets one of these ids
         self._storages: dict[int, list[int]] = {}

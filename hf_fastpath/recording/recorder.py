@@ -38,7 +38,7 @@ class Recorder(Notes):
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self.quiet():
-            length = self.lengths.past + k.shape[2]
+            length = self.lengths.size + k.shape[2]
             all_ = tuple(each.new_empty(*each.shape[:2], length, each.shape[3]) for each in (k, v))
         if self.is_rehearsing:
             return k, v
@@ -196,7 +196,8 @@ class Recorder(Notes):
         if attention_mask is not None and not self._is_of_text(attention_mask):
             raise OwnPadding("a mask with padding of the model's own")
         with self.quiet():
-            made = torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device=self.skeleton.device)
+            length = self.lengths.as_size(kv_length)
+            made = torch.empty(batch_size, 1, q_length, length, dtype=dtype, device=self.skeleton.device)
         register = self.given(made)
         self.masks[register.index] = mask_function
         return made

@@ -58,8 +58,7 @@ def record(
             is_plain = False
             try:
                 recording, changed = _record_with_care(noting, *given)
-                if lengths[0] is None:
-                    noting.lengths.check()
+                noting.lengths.check()
             except LengthTaken as error:
                 if not error.is_known:
                     raise

@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -24,11 +27,16 @@ from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from ..ops.decode_attention import MAX_QUERY_LEN
 from .errors import LengthTaken
+from .lines import is_of_model, line_of_frame
 
 _aten = torch.ops.aten
 
 #: lengths that are looked at, at once
 _AT_ONCE = 1 << 13
+#: file whose ``_note`` calls functions and ops
+_MODES = str(Path(__file__).parent / "modes.py")
+#: functions that make tensors of the numbers that they are given
+_OF_NUMBERS = frozenset({"tensor", "as_tensor", "new_tensor", "asarray", "scalar_tensor"})
 #: lengths for which PyTorch's own questions are looked at
 _MANY = 1 << 16
 #: numbers of symbols
@@ -80,14 +88,43 @@ class _OverTensors(TensorReferenceAnalysis):
     c_mod = python_mod = mod
 
 
+class _Env(ShapeEnv):
+    """Keeps the symbols of lengths, and who has asked something of them."""
+
+    def __init__(self):
+        super().__init__(
+            duck_shape=False,
+            specialize_zero_one=False,
+            allow_scalar_outputs=False,
+            allow_dynamic_output_shape_ops=False,
+        )
+        self.asked: dict[int, tuple[str, str, bool]] = {}  # number of a question -> see asked_by()
+
+    def evaluate_expr(self, *given: Any, **named: Any) -> Any:
+        first = len(self.guards)
+        found = super().evaluate_expr(*given, **named)
+        for number in range(first, len(self.guards)):
+            self.asked.setdefault(number, asked_by())
+        return found
+
+
 def new_env() -> ShapeEnv:
     """Return what keeps the symbols of lengths, for a mode that makes tensors without data."""
-    return ShapeEnv(
-        duck_shape=False,
-        specialize_zero_one=False,
-        allow_scalar_outputs=False,
-        allow_dynamic_output_shape_ops=False,
-    )
+    return _Env()
+
+
+def asked_by() -> tuple[str, str, bool]:
+    """Return the file of a model's code that runs, its line as text, and whether an op of PyTorch's has asked for a
+    number rather than this code."""
+    frame, is_op = sys._getframe(1), False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_of_model(file):
+            return file, line_of_frame(traceback.FrameSummary(file, frame.f_lineno, frame.f_code.co_name)), is_op
+        if frame.f_code.co_name == "_note" and file == _MODES:  # calls a function or op of PyTorch's
+            is_op = is_op or getattr(frame.f_locals["func"], "__name__", "") not in _OF_NUMBERS
+        frame = frame.f_back
+    return "", "", is_op
 
 
 def computed(formula: Any, values: dict[Any, torch.Tensor]) -> torch.Tensor:
@@ -163,32 +200,54 @@ class Lengths:
         env: of the mode that makes tensors without data.
         past: tokens that the cache is said to hold.
         encoded: places that an encoder is said to have read.
-        line_of: returns which line of the model a frame is, or "".
         is_plain: the model's code gets plain numbers.
+        are_given: these are lengths that other sizes may have, too.
 
     Attributes:
-        past, encoded: the lengths as the model's code gets them.
+        past: tokens in the cache, as the model's code gets their number.
+        size: the same in sizes of tensors: an op that takes the number behind a symbol takes it for all who have it.
+        encoded: places that an encoder has read.
     """
 
-    def __init__(self, env: ShapeEnv, past: int, encoded: int, line_of: Callable[[Any], str], is_plain: bool = False):
-        self._env, self._line_of, self._first = env, line_of, len(env.guards)
-        symbols = self._new("past", past), self._new("encoded", encoded)
-        self._symbols = tuple(each.node.expr for each in symbols)
-        self._is_plain = is_plain
-        self.past, self.encoded = (past, encoded) if is_plain else symbols
+    def __init__(self, env: _Env, past: int, encoded: int, is_plain: bool = False, are_given: bool = False):
+        self._env, self._first, self._number = env, len(env.guards), past
+        self._is_plain, self._are_given = is_plain, are_given
+        made = [self._new(*each) for each in (("past", past), ("size", past), ("encoded", encoded))]
+        self._symbols = made[0].node.expr, made[2].node.expr
+        self._of_sizes = made[1].node.expr
+        self.past, self.size, self.encoded = (past, past, encoded) if is_plain else made
 
     def _new(self, name: str, hint: int) -> torch.SymInt:
         source = ConstantSource(f"{name}_{next(_NUMBERS)}")
         symbol = self._env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         return self._env.create_symintnode(symbol, hint=hint, source=source)
 
+    def _questions(self) -> Iterator[tuple[Any, str, str, bool]]:
+        """Yield what was asked of lengths: a formula of one symbol for each length, and who asked."""
+        for number in range(self._first, len(self._env.guards)):
+            formula = self._of_one(self._env.guards[number].expr)
+            if not isinstance(formula, (bool, sympy.logic.boolalg.BooleanAtom)) and formula.free_symbols:
+                yield formula, *self._env.asked[number]
+
+    def _of_one(self, formula: Any) -> Any:
+        """Return a formula with one symbol for the text's length."""
+        return formula.xreplace({self._of_sizes: self._symbols[0]})
+
+    def as_size(self, length: Any) -> Any:
+        """Return a length of the text for the size of a tensor."""
+        if not isinstance(length, torch.SymInt):
+            return length
+        further = length.node.expr - self._symbols[0]
+        return self.size + int(further) if further.is_number else length
+
     def served(self) -> Served:
         """Return the lengths of which the model's code would have asked for the same calls."""
-        found = {}
-        for guard in self._env.guards[self._first :]:
-            line = self._line_of(guard.sloc.framework_loc)
-            if guard.expr.free_symbols & set(self._symbols) and (line or not self._is_of_sizes(guard.expr)):
-                found.setdefault(guard.expr, line)
+        found: dict[Any, str] = {}
+        for formula, _, line, is_op in self._questions():
+            if isinstance(formula, sympy.Eq) and is_op:  # the number was taken, see check()
+                continue
+            if not is_op or not self._is_of_sizes(formula):
+                found.setdefault(formula, line)
         return Served(*self._symbols, tuple(found.items()))
 
     def _is_of_sizes(self, formula: Any) -> bool:
@@ -211,30 +270,34 @@ class Lengths:
         return self.is_made_of(value) and bool((value.formula - self._symbols[0]).is_number)
 
     def check(self) -> None:
-        """Refuse a step of which somebody has looked at the number behind a length, so that it serves no other.
+        """Refuse a step of which somebody has taken the number behind a length, so that it serves no other. If an op
+        of PyTorch's did, numbers are known by their values, see :meth:`noted`.
 
         Raises:
             LengthTaken: there is such a number.
         """
-        for guard in self._env.guards[self._first :]:
-            if isinstance(guard.expr, sympy.Eq) and guard.expr.free_symbols & set(self._symbols):
-                frame = guard.sloc.framework_loc
-                line = self._line_of(frame)
+        for formula, file, line, is_op in self._questions():
+            if isinstance(formula, sympy.Eq) and is_op == self._are_given:
                 error = LengthTaken(f"a number that is made of a length{', at ' * bool(line)}{line}")
-                error.is_known = "/transformers/models/" in getattr(frame, "filename", "")
+                error.is_known = "/transformers/models/" in file
                 raise error
 
     def noted(self, value: Any) -> Any:
-        """Return an argument as calls hold it, see :func:`known`. Of plain lengths, numbers that are the same are taken
-        for them."""
-        if not self._is_plain:
-            return known(value)
-        if isinstance(value, (list, tuple)) and any(type(each) is int for each in value):
+        """Return an argument as calls hold it, see :func:`known`. Numbers that are the same as the text's length are
+        taken for it, unless other sizes may be the same, too."""
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            made = known(value)
+            if hasattr(made, "formula"):
+                made.formula = self._of_one(made.formula)
+            return made
+        if isinstance(value, torch.SymBool):
+            return bool(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(each, (int, torch.SymInt)) for each in value):
             return [self.noted(each) for each in value]
-        if type(value) is not int or not 0 <= value - self.past <= MAX_QUERY_LEN:
+        if self._are_given or type(value) is not int or not 0 <= value - self._number <= MAX_QUERY_LEN:
             return value
         made = IntOfLength(value)
-        made.formula = self._symbols[0] + (value - self.past)
+        made.formula = self._symbols[0] + (value - self._number)
         return made
 
 
