@@ -127,6 +127,7 @@ from .models import (
     is_decoder_alone,
     is_flash_attention,
     is_multimodal,
+    is_of_transformers,
     is_static_rope,
     known_positions,
     layer_config,

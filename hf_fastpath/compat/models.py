@@ -337,3 +337,8 @@ def save_config(model: Any, config: Any, directory: str) -> None:
     if getattr(model, "_auto_class", None) is not None:
         custom_object_save(model, directory, config=config)
     config.save_pretrained(directory)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model's class is one of transformers' own."""
+    return type(model).__module__.startswith("transformers.models.")

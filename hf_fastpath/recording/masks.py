@@ -24,15 +24,19 @@ _ROWS = 512
 MaskFunction = Callable[..., Any]
 
 
-def is_known(function: Any) -> bool:
-    """Whether a mask function is one of transformers', or put together of such: a few rows tell which one it is."""
+def is_known(function: Any, looks_up: bool = False) -> bool:
+    """Whether a mask function is one of transformers', or put together of such: a few rows tell which one it is.
+
+    Args:
+        looks_up: even if it looks something up for each position, so that few rows would not tell.
+    """
     if not isinstance(function, types.FunctionType):
         return False
     inside = [cell.cell_contents for cell in function.__closure__ or ()]
     inside = [part for each in inside for part in (each if isinstance(each, (list, tuple)) else (each,))]
-    if any(each.numel() > MAX_BATCH for each in inside if isinstance(each, torch.Tensor)):  # a mask that is looked up
+    if not looks_up and any(each.numel() > MAX_BATCH for each in inside if isinstance(each, torch.Tensor)):
         return False
-    return compat.is_mask_function(function) and all(map(is_known, filter(callable, inside)))
+    return compat.is_mask_function(function) and all(is_known(each, looks_up) for each in filter(callable, inside))
 
 
 def sees_all(function: MaskFunction) -> bool:
@@ -72,9 +76,9 @@ def window_of(function: MaskFunction, sizes: list[int], past: int) -> int | None
 def _checked(function: MaskFunction, window: int | None, past: int) -> int | None:
     """Return ``window`` once all rows were compared with it, if the function is none of transformers'."""
     if not is_known(function):
-        keys = torch.arange(past + 1)
+        keys, index = torch.arange(past + 1), None if is_known(function, looks_up=True) else _Any()
         for rows in keys.split(_ROWS):
-            if not torch.equal(compat.mask_sees(function, rows, keys, _Any()), _expected(rows, keys, window)):
+            if not torch.equal(compat.mask_sees(function, rows, keys, index), _expected(rows, keys, window)):
                 raise Unrecordable("a mask that is neither causal nor a window")
     return window
 

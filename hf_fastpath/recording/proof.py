@@ -38,6 +38,8 @@ _TWINS_LAYERS, _TWINS_WIDTH = 2, 64
 _ENCODED = 12
 #: roundings of a logit's size that say nothing, however few the twin showed
 _ROUNDINGS = 4
+#: sums that a product in float32 puts together at the end, at least
+_PARTS_OF_SUMS = 8
 #: parts of the names of ops that sum products
 _ROUNDED = "mm", "gemv", "linear", "convolution", "attention"
 
@@ -59,8 +61,9 @@ class _WideAttention(TorchFunctionMode):
 
 
 class _OtherRoundings(TorchDispatchMode):
-    """Rounds what matrix products and attention return otherwise, by up to half a unit in the last place, as another
-    order of their sums would. A model with many experts makes more of that than of the rounding itself: routers choose
+    """Rounds what matrix products and attention return otherwise, as another order of their sums would: by up to half a
+    unit in the last place where sums are rounded once, in 16 bits; in float32 by the root of the number of roundings
+    of a sum in eight parts. A model with many experts makes more of that than of the rounding itself: routers choose
     others."""
 
     def __init__(self, device: torch.device):
@@ -71,12 +74,19 @@ class _OtherRoundings(TorchDispatchMode):
         out = func(*args, **kwargs or {})
         if not any(each in func._schema.name for each in _ROUNDED):
             return out
-        return type(out)(map(self._rounded, out)) if isinstance(out, (tuple, list)) else self._rounded(out)
+        terms = max((each.shape[-1] for each in args if isinstance(each, torch.Tensor) and each.dim() > 1), default=1)
+        size = 0.5 * max(1.0, terms / _PARTS_OF_SUMS) ** 0.5
+        return (
+            type(out)(self._rounded(each, size) for each in out)
+            if isinstance(out, (tuple, list))
+            else self._rounded(out, size)
+        )
 
-    def _rounded(self, out: Any) -> Any:
+    def _rounded(self, out: Any, size: float) -> Any:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point():
             return out
-        noise = torch.empty_like(out, dtype=torch.float64).uniform_(-0.5, 0.5, generator=self._generator)
+        size = 0.5 if out.dtype in (torch.float16, torch.bfloat16) else size
+        noise = torch.empty_like(out, dtype=torch.float64).uniform_(-size, size, generator=self._generator)
         return (out * noise.mul_(torch.finfo(out.dtype).eps).add_(1)).to(out.dtype)
 
 

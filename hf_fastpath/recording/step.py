@@ -59,8 +59,13 @@ def record(
             try:
                 recording, changed = _record_with_care(noting, *given)
                 noting.lengths.check()
-            except LengthTaken as error:
-                if not error.is_known:
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as error:  # of the length's type, perhaps
+                is_known = (
+                    error.is_known if isinstance(error, LengthTaken) else compat.is_of_transformers(skeleton.model)
+                )
+                if not is_known:
                     raise
                 is_plain, changed = True, ["a length"]
             if changed:  # the first step may have set what the others find
@@ -143,6 +148,7 @@ def why_other_in_training(model: nn.Module, code: NotedCode | None = None) -> st
 
 def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any], with_mask: bool) -> Recording:
     skeleton = noting.skeleton
+    noting.lengths.query_len = query_len
     cache = noting.new_cache()
     has_states, has_encoder = any(kind.states for kind in cache.kinds), compat.has_encoder(skeleton.copy)
     if has_states and query_len > 1:

@@ -25,7 +25,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import TensorReferenceAnalysis
 
-from ..ops.decode_attention import MAX_QUERY_LEN
 from .errors import LengthTaken
 from .lines import is_of_model, line_of_frame
 
@@ -207,11 +206,12 @@ class Lengths:
         past: tokens in the cache, as the model's code gets their number.
         size: the same in sizes of tensors: an op that takes the number behind a symbol takes it for all who have it.
         encoded: places that an encoder has read.
+        query_len: new tokens of each sequence.
     """
 
     def __init__(self, env: _Env, past: int, encoded: int, is_plain: bool = False, are_given: bool = False):
         self._env, self._first, self._number = env, len(env.guards), past
-        self._is_plain, self._are_given = is_plain, are_given
+        self._is_plain, self._are_given, self.query_len = is_plain, are_given, 1
         made = [self._new(*each) for each in (("past", past), ("size", past), ("encoded", encoded))]
         self._symbols = made[0].node.expr, made[2].node.expr
         self._of_sizes = made[1].node.expr
@@ -294,7 +294,7 @@ class Lengths:
             return bool(value)
         if isinstance(value, (list, tuple)) and any(isinstance(each, (int, torch.SymInt)) for each in value):
             return [self.noted(each) for each in value]
-        if self._are_given or type(value) is not int or not 0 <= value - self._number <= MAX_QUERY_LEN:
+        if self._are_given or type(value) is not int or value - self._number not in (0, self.query_len):
             return value
         made = IntOfLength(value)
         made.formula = self._symbols[0] + (value - self._number)

@@ -74,15 +74,36 @@ def adapted(model: nn.Module, name: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("when", ("before_patch", "after_patch"))
-def test_an_adapter_is_named_and_merging_it_for_good_helps(name, when):
+def test_an_adapter_of_a_listed_family_has_no_reason(name, when):
+    """The file does not know the adapter's layers, so that the step is recorded."""
     model = build("llama")
     if when == "after_patch":
         hf_fastpath.patch(model, quiet=True)
     wrapped = adapted(model, name)
     hf_fastpath.patch(wrapped, quiet=True)
+    for change in ("train", "merge_adapter", "merge_and_unload"):
+        wrapped = (getattr(wrapped, change)() or wrapped).eval()
+        _, reasons, report = generated(wrapped, model)
+        assert not reasons and " fast, 0 stock" in report, report
+        assert hf_fastpath.report(model).loop == "fast" and not hf_fastpath.report(model).declined
+
+
+def test_an_adapter_that_cannot_be_recorded_is_named_and_merging_it_for_good_helps():
+    lora = pytest.importorskip("peft.tuners.lora", reason="PEFT is not installed")
+
+    class LooksAtNumbers(lora.Linear):
+        def forward(self, x):
+            return super().forward(x if bool((x == x).all()) else x * 0)
+
+    model = build("llama")
+    wrapped = adapted(model, "lora")
+    for module in model.modules():
+        if type(module) is lora.Linear:
+            module.__class__ = LooksAtNumbers
+    hf_fastpath.patch(wrapped, quiet=True)
     _, reasons, report = generated(wrapped, model)
     assert set(reasons) == {"adapter"}, reasons
-    assert CLASSES[name] in report and "model.merge_and_unload()" in report and "merge_adapter() leaves" in report
+    assert "LooksAtNumbers" in report and "model.merge_and_unload()" in report and "merge_adapter() leaves" in report
     wrapped.merge_adapter()  # PEFT's layers stay, so that the reason does
     assert set(generated(wrapped, model)[1]) == {"adapter"}
     merged = wrapped.merge_and_unload()

@@ -45,13 +45,13 @@ def tokens(patched, stock_peft, ours_peft, fast: bool) -> list:
         found = ours_peft.generate(**inputs, **SHORT)
     assert_same_tokens(found, expected)
     assert bool(counts.fast) == fast, counts.reasons
-    assert fast or counts.reasons["adapter"] or counts.reasons["generation_method"], counts.reasons
+    assert fast is not bool(counts.reasons), counts.reasons
     return expected.tolist()
 
 
 @pytest.mark.parametrize("architecture", TARGETS)
 def test_lora_adapters(architecture, device):
-    """Two adapters are switched on and off in every way; after merge_and_unload() the loop is fast again."""
+    """Two adapters are switched on and off in every way: the step is recorded as the model then is."""
     first, second = lora(TARGETS[architecture], 4), lora(TARGETS[architecture], 2)
 
     def make(model):
@@ -60,18 +60,18 @@ def test_lora_adapters(architecture, device):
         return made
 
     models = wrapped(architecture, device, make)
-    seen = [tokens(*models, fast=False)]
+    seen = [tokens(*models, fast=True)]
     for model in models[1:]:
         model.set_adapter("second")
-    seen.append(tokens(*models, fast=False))
+    seen.append(tokens(*models, fast=True))
     with models[1].disable_adapter(), models[2].disable_adapter():
-        seen.append(tokens(*models, fast=False))
+        seen.append(tokens(*models, fast=True))
     for model in models[1:]:
         model.merge_adapter()
-    assert tokens(*models, fast=False) == seen[1]
+    assert tokens(*models, fast=True) == seen[1]
     for model in models[1:]:
         model.unmerge_adapter()
-    assert tokens(*models, fast=False) == seen[1]
+    assert tokens(*models, fast=True) == seen[1]
     unloaded = [model.merge_and_unload() for model in models[1:]]
     assert tokens(models[0], *unloaded, fast=True) == seen[1]
     assert seen[0] != seen[1] != seen[2] != seen[0], "an adapter changes nothing, so the test shows nothing"
@@ -80,7 +80,7 @@ def test_lora_adapters(architecture, device):
 def test_lora_on_a_patched_model_trains(device):
     """The adapters get stock's gradients, and the next tokens are those of the trained adapter."""
     models = wrapped("llama", device, lambda model: peft.get_peft_model(model, lora(TARGETS["llama"], 4)))
-    before, losses = tokens(*models, fast=False), []
+    before, losses = tokens(*models, fast=True), []
     for model in models[1:]:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
         ids = left_padded(device, 2)["input_ids"]
@@ -92,7 +92,7 @@ def test_lora_on_a_patched_model_trains(device):
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     models[2].load_state_dict(models[1].state_dict())  # removes rounding differences, so that tokens are comparable
-    assert tokens(*models, fast=False) != before
+    assert tokens(*models, fast=True) != before
 
 
 VIRTUAL = {
@@ -129,4 +129,4 @@ def test_ia3(device):
         init_ia3_weights=False,
     )
     models = wrapped("llama", device, lambda model: peft.get_peft_model(model, config))
-    tokens(*models, fast=False)
+    tokens(*models, fast=True)

@@ -95,6 +95,10 @@ def test_quantized_projections(quantize, when, device):
         if quantize is torchao:  # repacked: test_quantized_checkpoints.py
             assert counts.fast and not counts.fallback
             return
+    if quantize is stand_in:  # the step of such a layer can be recorded
+        assert counts.fast and not counts.fallback and not counts.reasons
+        assert_same_tokens(found, expected)
+        return
     assert set(counts.reasons) <= {reason, "partial_patch"}, counts.reasons
     assert reason in given and counts.reasons and not counts.fast, given
     assert_same_tokens(found, expected)

@@ -128,7 +128,7 @@ CHANGES: dict[Callable, str | None] = {
     training: None,
     forward: "instance_forward",
     forward_of_a_layer: "instance_forward",
-    adapter: "unsupported_projection",
+    adapter: None,
     setting: None,
     attention: None,
     unpatched: "unpatched",
