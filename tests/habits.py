@@ -58,6 +58,10 @@ def as_float(layer, x, length):
     return x * (float(length) / 50)
 
 
+def as_float_early(layer, x, length):
+    return x * (float(length) / 50) if length < 40 else x
+
+
 def in_a_loop(layer, x, length):
     return x * (1 + sum(0.01 for _ in range(length)))
 
@@ -175,7 +179,17 @@ HABITS: dict[str, Any] = {
     each.__name__: each
     for each in (
         *(at_multiples, between, beyond, far_beyond, grows, grows_by_logarithm, grows_by_root, rounded, as_float),
-        *(in_a_loop, in_a_tensor, in_a_number_tensor, compared, row_of_a_table, rows_of_places, by_type, by_name),
+        *(
+            in_a_loop,
+            in_a_tensor,
+            in_a_number_tensor,
+            compared,
+            row_of_a_table,
+            rows_of_places,
+            by_type,
+            by_name,
+            as_float_early,
+        ),
         *(remembered, remembered_by_length, filled_global, filled_list, filled_class, filled_attribute, plain_tensor),
         *(tried_number, tried_item, tried_numpy, tried_cache),
     )

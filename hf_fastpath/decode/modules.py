@@ -77,7 +77,8 @@ def own_code_reason(module: nn.Module, home: str = "") -> str | None:
         return Cause(function_code(hook) or "hooks", f"hook {name_of(hook)}", module)
     forward = type(module).forward
     owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
-    if not is_known_code(forward, home) and not is_known_code(forward, owner.__module__):
+    is_inherited = home == type(module).__module__ and is_known_code(forward, owner.__module__)
+    if not is_inherited and not is_known_code(forward, home):
         return Cause("class_forward", f"forward is {name_of(type(module).forward)}", module)
     override = module.__dict__.get("forward")
     if override is None:

@@ -40,8 +40,9 @@ class DescribedOrRecorded:
         """Return ``model`` in its roles as it is now, or None if it is not of the architecture's classes."""
         part = self._described.model_part(model)
         reason = None if part is None else part.reason()
-        if reason not in OF_PROJECTIONS or not compat.is_decoder_alone(model):
-            return part
+        is_asked_about = reason == "quantized_format" and all(each.is_meta for each in model.parameters())
+        if reason not in OF_PROJECTIONS or is_asked_about or not compat.is_decoder_alone(model):
+            return part  # what packages keep in place of quantized weights is known only once they are there
         made = self._recorded.part_instead(model, reason)
         self.first = self.first or made
         return made

@@ -25,7 +25,10 @@ def read_plain(path: Path) -> bytes:
         OSError: the file cannot be read.
         ValueError: something else is in its place, or it is longer than a config or an index is.
     """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args) from None
     try:
         found = os.fstat(handle)
         kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), None)

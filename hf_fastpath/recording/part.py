@@ -378,6 +378,8 @@ class RecordedPart:
     def lasting_reason(self) -> str | None:
         """Do as :meth:`reason`, as if ``model.eval()`` had been called."""
         reason = self.other_reason() or self.outer_reason() or modules_reason(self.module)
+        if self.reason_of_file is not None and reason in ("class_forward", "instance_forward"):
+            return self.reason_of_file
         return reason or tensors_reason(self.module, self.device_of, self.is_placed) or self._recording_reason
 
     def projections(self) -> list[list[nn.Module]]:

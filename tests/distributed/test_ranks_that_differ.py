@@ -195,7 +195,7 @@ def _arguments(rank: int, folder: Path) -> None:
     assert_alike(tokens_of(model, inputs, seed=rank, do_sample=True))
     adapted = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 2 * out) if rank else None
     hooked = tokens_of(model, inputs)
-    with hf_fastpath.patching.state.paused(model):
+    with hf_fastpath.decode.patched.paused(model):
         assert torch.equal(hooked, tokens_of(model, inputs))
     assert adapted is None or adapted.remove() is None
     assert torch.equal(tokens_of(model, inputs), expected)

@@ -209,6 +209,9 @@ def test_a_process_that_ends_in_a_save(saves, quick):
         def end():
             os._exit(9)
 
+        shutil.copytree(old, quick / "whole")
+        shutil.copytree(old, quick / "first")
+        faults.save(new, quick / "first")  # does more, of what a process does once
         with counter.watching():
             faults.save(new, quick / "whole")
         for at in [*range(1, counter.count + 1, 7), 0]:
@@ -398,7 +401,7 @@ def test_a_folder_that_cannot_be_read_or_written(old, saves, tmp_path, monkeypat
         raise PermissionError(errno.EACCES, "Permission denied", str(arguments[0]))
 
     shutil.copytree(saves["old"], tmp_path / "copy")
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(PermissionError, match=INDEX):
         hf_fastpath.load_packed(tmp_path / "copy", quiet=True)
     monkeypatch.undo()

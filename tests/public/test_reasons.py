@@ -18,6 +18,7 @@ import torch.distributed
 from accelerate import disk_offload
 from accelerate.hooks import attach_align_device_hook
 from causal_lm_types import small_model
+from habits import habit_model
 from models import CPU, SHORT, build, counting, prompt, require_native
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -108,9 +109,14 @@ def mlp_of(model: nn.Module) -> nn.Module:
 # ---- one function a code, where more than an expression is needed ------------------------------------------------
 
 
+def asking(self, x):
+    """A forward that cannot be recorded: numbers decide what is called."""
+    return nn.Linear.forward(self, x) if bool((x == x).all()) else x
+
+
 def of_a_checkpoint(**attributes) -> set[str]:
     """Make a projection of a class that GPTQ's checkpoints are loaded into."""
-    cls = type("TorchLinear", (nn.Linear,), {"__module__": "gptqmodel.somewhere"})
+    cls = type("TorchLinear", (nn.Linear,), {"__module__": "gptqmodel.somewhere", "forward": asking})
     model = build("llama")
     made = cls(204, 112, bias=False)
     vars(made).update(dict(bits=4, group_size=102, g_idx=torch.zeros(204)) | attributes)
@@ -123,7 +129,8 @@ def of_package(package: str, role: str = "up_proj", **attributes) -> set[str]:
 
     def replace(model):
         projection = getattr(mlp_of(model), role)
-        projection.__class__ = type("Linear", (nn.Linear,), {"__module__": package}) if package else nn.Linear
+        entries = {"__module__": package, "forward": asking}
+        projection.__class__ = type("Linear", (nn.Linear,), entries) if package else nn.Linear
         vars(projection).update(attributes)
 
     return after(replace)
@@ -153,7 +160,7 @@ def unsupported_activation(monkeypatch):
 
 def unsupported_projection(monkeypatch):
     def replace(model):
-        mlp_of(model).up_proj.__class__ = type("Adapted", (nn.Linear,), {})
+        mlp_of(model).up_proj.__class__ = type("Adapted", (nn.Linear,), {"forward": asking})
 
     return after(replace)
 
@@ -454,7 +461,12 @@ def replaced_function(monkeypatch):
     return generating(model)
 
 
-PROVOKED |= {each.__name__: each for each in (changing_values, torch_mode, replaced_function)}
+def text_length():
+    """Each of the first lengths is a number that the model computes with."""
+    return generating(hf_fastpath.patch(habit_model("as_float_early"), quiet=True), input_ids=IDS % 90)
+
+
+PROVOKED |= {each.__name__: each for each in (text_length, changing_values, torch_mode, replaced_function)}
 PROVOKED |= {"nonfinite_logits": nonfinite_logits, "not_recorded": not_recorded, "not_proven": not_proven}
 #: codes that are about one thing, which their own name says
 OF_NOTHING_ELSE = {
@@ -518,6 +530,7 @@ NAMES = {
     "custom_logits_processor": "test_reasons.<lambda>",
     "nonfinite_logits": "generate()",
     "not_recorded": "at test_reasons.py:",
+    "text_length": "habits.py:",
     "changing_values": "model.layers.0.self_attn.scaling",
     "torch_mode": "test_reasons.Looking",
     "replaced_function": "torch.nn.functional.silu is test_reasons.replaced_function",
