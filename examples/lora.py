@@ -1,10 +1,10 @@
-"""A LoRA adapter of PEFT on a patched model is trained, tried out and merged; then decoding is fast.
+"""A LoRA adapter of PEFT on a patched model is trained, tried out and merged; decoding is fast before and after.
 
     python examples/lora.py            # the small model of this repository; needs peft
 
-While an adapter is a module of its own, ``generate()`` runs transformers' loop, because the kernels do not have the
-adapter's products. ``report()`` says so (``adapter``). Training, switching and merging work as without a
-patch. After ``merge_and_unload()`` the loop is fast again: it reads the merged weights.
+While an adapter is a module of its own, the model's step is recorded with the adapter's products in it; that takes a
+moment at the first ``generate()``. Training, switching and merging work as without a patch. After
+``merge_and_unload()`` the step is that of a plain model again, and reads the merged weights.
 """
 
 from __future__ import annotations

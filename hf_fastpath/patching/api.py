@@ -13,7 +13,6 @@ from torch import nn
 
 from .. import compat, logs
 from ..decode.structure import MAX_BATCH
-from ..errors import lacking
 from ..native import huge_pages, loader
 from ..options import HEADS, Options
 from ..progress import announced
@@ -82,20 +81,9 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
-    check_transformers()
     with on_all_ranks(model, "patch()"):
         options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original, page_size)
         return patch_with(model, options, quiet)
-
-
-def check_transformers() -> None:
-    """Refuse a release of transformers that has moved what the package uses.
-
-    Raises:
-        UnsupportedModelError: it has.
-    """
-    if (missing := compat.what_is_missing()) is not None:
-        raise lacking(missing)
 
 
 def patch_with(
@@ -109,7 +97,6 @@ def patch_with(
     Args:
         put_weights: puts quantized weights in place, instead of what the options ask for.
     """
-    check_transformers()
     with compat.without_foreign_modes():
         return _patch_alone(model, options, quiet, put_weights)
 

@@ -15,7 +15,7 @@ from .._version import __version__
 from ..decode import ranks as over
 from ..decode.rank_arguments import state_of_run
 from ..decode.ranks import Ranks
-from ..errors import RankError
+from ..errors import RankError, lacking
 from ..options import Options
 from .state import patched_model, state_of
 
@@ -27,7 +27,12 @@ def on_all_ranks(given: Any, what: str) -> Iterator[None]:
     Args:
         given: the model, or a wrapper of it.
         what: the call, as the user writes it.
+
+    Raises:
+        UnsupportedModelError: transformers has moved what the package uses.
     """
+    if (missing := compat.what_is_missing()) is not None:
+        raise lacking(missing)
     ranks = _ranks_of(given)
     if ranks is None:
         yield

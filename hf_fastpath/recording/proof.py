@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -123,8 +123,12 @@ class _Trial:
 
     def stock(self, first: int, end: int, whole: Any) -> torch.Tensor:
         """Run the model's own forward over some of the tokens; return their logits."""
-        with _WideAttention() if self.device.type == "cuda" else nullcontext(), paused(self.part.source):
+        with _WideAttention() if self.device.type == "cuda" else nullcontext(), self._stock_code():
             return compat.forward_over(self.part.source, self.tokens[:, first:end], whole, self.output).float()
+
+    def _stock_code(self) -> AbstractContextManager[Any]:
+        """A ``with`` block for stock code. Only of a model with an architecture file modules have forwards of ours."""
+        return nullcontext() if self.part.reason_of_file is None else paused(self.part.source)
 
     def mean_of(self, differences: list[float]) -> float:
         """Return the mean of the steps' differences; of a model with experts the smallest, since a router may choose
