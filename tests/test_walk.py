@@ -8,7 +8,7 @@ from models import CPU, require_native
 
 def test_patch_is_a_short_way():
     require_native(CPU)
-    assert 0 < len(walk.of_patch().own()) <= 12
+    assert 0 < len(walk.of_patch().own()) <= 13
 
 
 def test_a_token_is_a_short_way():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import compat, logs
+from .. import compat
 from ..decode.structure import MAX_BATCH
 from ..native import huge_pages, loader
 from ..options import HEADS, Options
@@ -109,10 +109,7 @@ def _patch_alone(
     check_options(model, options, put_weights is not None)
     while not _is_patched(model, options):
         check_whole(given)
-        devices = _devices(model)
-        for device in sorted(devices):
-            loader.ensure(device, None if quiet else logs.say)
-        check_kernels(devices, options.strict)
+        check_kernels(_devices(model), options.strict, quiet)
         state = PatchState(options)
         with _alone(model, state, "patch") as is_ours:
             if is_ours:

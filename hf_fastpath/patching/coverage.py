@@ -53,12 +53,18 @@ def unsupported(cause: str, helps: str, *more: str, why: str = "") -> Unsupporte
     return UnsupportedModelError("\n".join(filter(None, lines)))
 
 
-def check_kernels(devices: Iterable[str], strict: bool) -> None:
-    """Report that there are no compiled kernels for a model's devices, so that all of it would run stock code.
+def check_kernels(devices: Iterable[str], strict: bool, quiet: bool) -> None:
+    """Load or build the kernels for a model's devices; report that there are none, so that it would run stock code.
+
+    Args:
+        quiet: say nothing of a build.
 
     Raises:
         UnsupportedModelError: there are none. If HF_FASTPATH_NATIVE=0 asks for that, a warning is given instead.
     """
+    devices = sorted(devices)
+    for device in devices:
+        loader.ensure(device, None if quiet else logs.say)
     cause = loader.cause(devices)
     if cause is None:
         return

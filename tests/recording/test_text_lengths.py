@@ -124,6 +124,7 @@ def test_recordings_leave_no_tensors_behind(name, unpatched):
 @pytest.mark.parametrize("name", [each for each in HABITS if each.startswith(("filled", "remembered"))])
 def test_no_tensor_without_data_is_reachable(name):
     """The garbage collector finds none that anything but our own recordings holds."""
+    before = {id(each) for each in gc.get_objects() if type(each) is FakeTensor}
     model = habit_model(name)
     try:
         hf_fastpath.patch(model, quiet=True)
@@ -132,9 +133,9 @@ def test_no_tensor_without_data_is_reachable(name):
         pass
     del model
     gc.collect()
-    held = [each for each in gc.get_objects() if isinstance(each, FakeTensor)]
-    theirs = [holder for each in held for holder in gc.get_referrers(each) if isinstance(holder, (dict, list))]
-    assert not [each for each in theirs if each is vars(habits) or each is habits.TABLE or each is held]
+    held = [each for each in gc.get_objects() if type(each) is FakeTensor and id(each) not in before]
+    holders = gc.get_referrers(*held) if held else []
+    assert not [each for each in holders if each is vars(habits) or each is habits.TABLE]
     assert not any(isinstance(each, FakeTensor) for each in gc.get_referents(habits.scale_of))
 
 
