@@ -35,12 +35,13 @@ class ByLength:
         """Return what decode plans bake in, of all parts but the first."""
         return [each.fingerprint() for each in self._parts[1:]]
 
-    def part_for(self, past: int, encoded: int | None, batch: int) -> Any:
+    def part_for(self, past: int, encoded: int | None, batch: int, longest: int | None = None) -> Any:
         """Return the part whose step is the model's, behind ``past`` tokens in the cache.
 
         Args:
             encoded: places that an encoder has read, or None.
             batch: number of sequences.
+            longest: the same part should serve so many tokens, too, if it can.
 
         Raises:
             Unrecordable: there is no such step.
@@ -51,11 +52,12 @@ class ByLength:
         lines = self._parts[0].recording(batch, 1).served.lines
         if len(self._parts) == _MOST:
             raise Unrecordable(f"texts of so many lengths take different ways, at {lines}")
-        made = _of_length(self._parts[0], past, encoded)
-        if not (served := made.recording(batch, 1).served).serves(past, encoded):
-            raise Unrecordable(f"a number that is made of the length of the text, at {served.lines}")
-        self._parts.append(made)
-        return made
+        for length in dict.fromkeys((past if longest is None else longest, past)):
+            made = _of_length(self._parts[0], length, encoded)
+            if (served := made.recording(batch, 1).served).serves(past, encoded):
+                self._parts.append(made)
+                return made
+        raise Unrecordable(f"a number that is made of the length of the text, at {served.lines}")
 
     def reason(self, plans: PlanCache, batch: int, first: int, end: int, encoded: int | None) -> Cause | None:
         """Return why there are no steps behind ``first`` to ``end - 1`` tokens in the cache, or None."""
@@ -67,7 +69,7 @@ class ByLength:
         try:
             past = first
             while past < end:
-                part = self.part_for(past, encoded, batch)
+                part = self.part_for(past, encoded, batch, end - 1)
                 if part is not self._parts[0] and (reason := reason_against(part, plans)) is not None:
                     return reason
                 unserved = _served_by_some(self._parts, batch, past, end, encoded).logical_not().nonzero()

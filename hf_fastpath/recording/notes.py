@@ -14,6 +14,7 @@ from ..decode.named_calls import Call, Register, read_by
 from ..decode.rank_calls import shard_of
 from . import marks
 from .latent import Expansion
+from .masks import POSITIONS
 from .overloads import functional_overload
 from .recording import EncodedLayer, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
@@ -44,6 +45,7 @@ class Notes:
         self.is_rehearsing = False  # see rehearsing()
         self.is_unpadded = False  # see Recording
         self.past = past_tokens(skeleton.model.config) if past is None else past
+        self.rows = min(self.past, POSITIONS) if past is None else past  # of a mask that are looked at
         self.encoded_length = _ENCODED if encoded is None else encoded
         self.lengths = Lengths(skeleton.mode.shape_env, self.past, self.encoded_length, is_plain, past is not None)
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it

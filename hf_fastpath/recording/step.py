@@ -21,7 +21,7 @@ from .errors import OUT_OF_MEMORY, LengthTaken
 from .first_uses import forget_lengths
 from .lines import where
 from .listed_experts import listed_experts
-from .masks import ENCODED_PLACES, POSITIONS, is_known, sees_all, window_of
+from .masks import ENCODED_PLACES, is_known, sees_all, window_of
 from .noted_code import NotedCode
 from .recorder import Recorder, recorder
 from .recording import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
@@ -226,7 +226,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     sizes = sorted({kind.window for kind in cache.kinds if kind.window is not None})
     for index, function in noting.masks.items():
         with suppress(Unrecordable):
-            windows[index] = window_of(compat.with_held(function, noting.held), sizes, min(noting.past, POSITIONS))
+            windows[index] = window_of(compat.with_held(function, noting.held), sizes, noting.rows)
     for call in noting.calls:
         if call.op in (marks.attend, marks.latent_attend):
             mask = call.arguments["window"]
@@ -273,7 +273,7 @@ def _served(noting: Recorder, windows: dict[int, int | None]) -> Served:
         if index in noting.masks_over_encoded:
             served = served.up_to(ENCODED_PLACES, of_encoded=True)
         elif index in windows:
-            served = served.up_to(min(noting.past, POSITIONS))
+            served = served.up_to(noting.rows)
     return served
 
 

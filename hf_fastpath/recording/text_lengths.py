@@ -114,16 +114,16 @@ def new_env() -> ShapeEnv:
 
 def asked_by() -> tuple[str, str, bool]:
     """Return the file of a model's code that runs, its line as text, and whether an op of PyTorch's has asked for a
-    number rather than this code."""
+    number rather than this code; also if none of a model's code runs."""
     frame, is_op = sys._getframe(1), False
-    while frame is not None:
+    while frame is not None and frame.f_code.co_name != "record":  # behind which is who calls us
         file = frame.f_code.co_filename
         if is_of_model(file):
             return file, line_of_frame(traceback.FrameSummary(file, frame.f_lineno, frame.f_code.co_name)), is_op
         if frame.f_code.co_name == "_note" and file == _MODES:  # calls a function or op of PyTorch's
             is_op = is_op or getattr(frame.f_locals["func"], "__name__", "") not in _OF_NUMBERS
         frame = frame.f_back
-    return "", "", is_op
+    return "", "", True
 
 
 def computed(formula: Any, values: dict[Any, torch.Tensor]) -> torch.Tensor:
