@@ -62,7 +62,7 @@ def benched(name: str, wanted: tuple[str, ...], **options) -> list[dict]:
     return rows
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("name", published.MODELS)
 def test_bench(name):
     """The prompt is read, or all but its last position is made up; in these, no token of ours is stock's."""

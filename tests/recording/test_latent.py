@@ -83,6 +83,7 @@ def test_narrow_caches(kv_dtype, model_type):
     torch.testing.assert_close(torch.stack(out.logits, dim=1), logits, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.every(2)
 @over_types
 def test_half_precision_is_proven(model_type):
     stock, _ = pair(model_type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import encoder_decoder_types
 import habits
 import pytest
 import torch
@@ -11,6 +12,7 @@ from habits import HABITS, MASKS, habit_model
 from models import counting
 from own_decoders import VOCAB
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers.models.bart.modeling_bart import BartDecoder
 
 import hf_fastpath
 
@@ -100,6 +102,7 @@ def test_sequences_of_a_batch_cross_bounds_together():
     assert counts.fast == 90, counts
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", [each for each in HABITS if each.startswith(("filled", "remembered"))])
 @pytest.mark.parametrize("unpatched", (False, True), ids=("patched", "unpatched"))
 def test_recordings_leave_no_tensors_behind(name, unpatched):
@@ -121,6 +124,7 @@ def test_recordings_leave_no_tensors_behind(name, unpatched):
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", [each for each in HABITS if each.startswith(("filled", "remembered"))])
 def test_no_tensor_without_data_is_reachable(name):
     """The garbage collector finds none that anything but our own recordings holds."""
@@ -161,3 +165,25 @@ def test_verify_tries_both_sides_of_each_bound():
     lengths = [row.prompt_len for row in result.rows if row.name.startswith("length ")]
     assert any(length < 19 <= length + 8 for length in lengths), result
     assert any(length < 4200 <= length + 8 for length in lengths), result
+
+
+class ScalesLongInputs(BartDecoder):
+    """What an encoder has read decides: there is more of it than 20 places, or not."""
+
+    def forward(self, *args, encoder_hidden_states=None, **named):
+        out = super().forward(*args, encoder_hidden_states=encoder_hidden_states, **named)
+        if encoder_hidden_states.shape[1] > 20:
+            out.last_hidden_state = out.last_hidden_state * 0.3
+        return out
+
+
+def test_lengths_of_an_encoders_output():
+    stock, ours = (encoder_decoder_types.small_model("bart") for _ in range(2))
+    for model in (stock, ours):
+        model.model.decoder.__class__ = ScalesLongInputs
+    hf_fastpath.patch(ours, quiet=True)
+    for length in (8, 20, 21, 40, 8):
+        given = encoder_decoder_types.text(1, length) | dict(max_new_tokens=12, do_sample=False)
+        with counting(ours) as counts:
+            assert torch.equal(ours.generate(**given), stock.generate(**given)), length
+        assert counts.fast and not counts.reasons, counts.reasons
