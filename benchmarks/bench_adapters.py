@@ -1,5 +1,5 @@
-"""Decoding with a LoRA adapter of PEFT on all projections of a layer, unmerged and merged in place, beside the same model
-without one.
+"""Decoding with a LoRA adapter of PEFT on all projections of a layer, unmerged and merged in place, beside the same
+model without one.
 
     python benchmarks/bench_adapters.py --model llama-3.1-8b --rank 16
 

@@ -147,7 +147,10 @@ def test_kinds_of_layers_are_the_configs(family, when, device):
     assert not torch.equal(expected, before), "the kinds change nothing, so the test shows nothing"
     assert_same_tokens(found, expected, stock)
     # an attention keeps the window that it was made with
-    assert counts.fast == SHORT["max_new_tokens"] or counts.reasons
+    is_fast = counts.fast == SHORT["max_new_tokens"]
+    assert is_fast or (counts.reasons and set(counts.reasons) <= {"unsupported_config", "partial_patch"}), (
+        counts.reasons
+    )
 
 
 def test_pruned_heads_run_stock_with_a_reason(device):
