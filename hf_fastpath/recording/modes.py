@@ -182,7 +182,13 @@ def _number_of_length(recorder: Recorder, func: Any, arguments: dict[str, Any], 
 
 
 def _computed(recorder: Recorder, func: Any, arguments: dict[str, Any], number: Any, out: torch.Tensor) -> torch.Tensor:
-    """Note a call with a number that is made of the text's length, which is computed in every step."""
+    """Note a call with a number that is made of the text's length, which is computed in every step.
+
+    Raises:
+        Unrecordable: the step is of several tokens, of which stock code may give others at once.
+    """
+    if recorder.lengths.query_len > 1:
+        raise Unrecordable("several tokens at once, with a number that is made of the length of the text")
     with recorder.quiet():
         place = torch.empty(1, dtype=torch.int64, device=out.device)
     recorder.emit(marks.text_positions, {"query_len": 1}, place)
