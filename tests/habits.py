@@ -196,6 +196,13 @@ HABITS: dict[str, Any] = {
 }
 
 
+#: habits of which a list of calls can be made, whatever they make of lengths
+RECORDABLE = (
+    *("at_multiples", "between", "beyond", "far_beyond", "grows", "grows_by_logarithm", "grows_by_root", "rounded"),
+    *("in_a_tensor", "compared", "row_of_a_table", "rows_of_places", "remembered", "plain_tensor"),
+)
+
+
 # ---- which keys a token sees -----------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import random
 import habits
 import pytest
 import torch
-from habits import CLASSES, HABITS, MASKS, habit_model
+from habits import CLASSES, HABITS, MASKS, RECORDABLE, habit_model
 from models import counting
 from own_decoders import VOCAB
 
@@ -20,7 +20,7 @@ _BOUNDS = (16, 20, 24, 30, 32, 40, 48, 64)
 def sentence(seed: int) -> tuple[dict, dict]:
     """Return a model of the grammar, and a call of ``generate()``, by their arguments."""
     draw = random.Random(seed)
-    names = draw.sample(list(HABITS), draw.choice((0, 1, 1, 2, 2, 3)))
+    names = draw.sample(RECORDABLE if draw.random() < 0.7 else list(HABITS), draw.choice((0, 1, 1, 2, 2, 3)))
     model = dict(names=names, layers=draw.choice((1, 2, 3)))
     model["mask"] = draw.choice(list(MASKS)) if draw.random() < 0.3 else None
     model["kind"] = draw.choice(list(CLASSES)) if draw.random() < 0.3 else "HabitDecoderForCausalLM"

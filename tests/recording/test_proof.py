@@ -45,9 +45,10 @@ def test_products_are_rounded_otherwise_and_nothing_else_is(dtype):
     with torch.no_grad(), _OtherRoundings(torch.device("cpu")):
         found, same = products(), others()
     assert all(map(torch.equal, same, unchanged)) and torch.equal(torch.get_rng_state(), state)
+    most = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 1)  # a sum of 40 terms is rounded several times
     for each, before in zip(found, plain):
         step = (each.double() - before.double()).abs() / before.double().abs()
-        assert 0.05 < (step > 0).float().mean() and step.max() <= torch.finfo(dtype).eps and each.dtype == dtype
+        assert 0.05 < (step > 0).float().mean() and step.max() <= most and each.dtype == dtype
 
 
 def test_noise_of_stock_grows_with_the_roundings_of_its_products():

@@ -8,7 +8,7 @@ import encoder_decoder_types
 import habits
 import pytest
 import torch
-from habits import HABITS, MASKS, habit_model
+from habits import HABITS, MASKS, RECORDABLE, habit_model
 from models import counting
 from own_decoders import VOCAB
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,11 +18,6 @@ import hf_fastpath
 
 #: bounds of habits are at 16, 20, 30, 32, 40, 48
 PROMPT, NEW = 9, 44
-#: habits of which a list of calls can be made, whatever they make of lengths
-FAST = [
-    *("at_multiples", "between", "beyond", "far_beyond", "grows", "grows_by_logarithm", "grows_by_root", "rounded"),
-    *("in_a_tensor", "compared", "row_of_a_table", "rows_of_places", "remembered", "plain_tensor"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +57,7 @@ def test_habits(name):
     """Stock's tokens on both sides of every bound; fast, where the habit can be written down."""
     expected, found, error = both(name)
     counts = check(expected, found)[-1]
-    if name in FAST:
+    if name in RECORDABLE:
         assert counts is not None and counts.fast == NEW and not counts.reasons, error or counts
 
 
