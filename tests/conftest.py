@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +20,7 @@ pytest.register_assert_rewrite("checks", "linear_checks", "memory", "parity", "m
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="everything, and not the selection that `make test` runs")
+    parser.addoption("--sample", type=int, default=1, metavar="N", help="each N-th test, chosen by the tests' names")
     parser.addoption(
         "--record-golden",
         metavar="CSV",
@@ -33,20 +35,33 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--record-golden writes one file at the end of one process: make it JOBS=0")
 
 
+#: files with tests that take longest, which go first, so that no process waits for them at the end
+LONGEST = ("test_places.py", "test_recorded_over_ranks.py", "test_ranks_that_differ.py", "test_moved_names.py")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests that are marked ``full``, and all but each n-th case of those marked ``every(n)``, unless all are
     asked for; pytest says how many these are."""
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
+    known = set(left_out)
+    marked = [item for item in items if item.get_closest_marker("every") is not None and item not in known]
+    marked = [item for item in marked if not any(each.args[0] is True for each in item.iter_markers("skipif"))]
+    totals = Counter((str(item.path), item.originalname) for item in marked)
     seen: Counter[tuple[str, str]] = Counter()
-    for item in items:
-        if (every := item.get_closest_marker("every")) is not None and item not in set(left_out):
-            test = str(item.path), item.originalname
-            if seen[test] % every.args[0]:
-                left_out.append(item)
-            seen[test] += 1
-    items[:] = [item for item in items if item not in set(left_out)]
+    for item in marked:
+        test = str(item.path), item.originalname
+        every = min(item.get_closest_marker("every").args[0], totals[test])
+        if (seen[test] + zlib.crc32(item.originalname.encode())) % every:  # tests of a file take different cases
+            left_out.append(item)
+        seen[test] += 1
+    known = set(left_out)
+    if (sample := config.getoption("--sample")) > 1:
+        left_out += [item for item in items if item not in known and zlib.crc32(item.nodeid.encode()) % sample]
+        known = set(left_out)
+    first = [item for item in items if item not in known and item.path.name in LONGEST]
+    items[:] = first + [item for item in items if item not in known and item.path.name not in LONGEST]
     config.hook.pytest_deselected(items=left_out)
 
 

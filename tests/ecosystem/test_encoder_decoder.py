@@ -35,6 +35,9 @@ from hf_fastpath.patching.state import state_of
 from hf_fastpath.quantization import FORMATS
 from hf_fastpath.quantization.linear import PackedLinear
 
+#: of each test every other case; all of them with ``--full``
+pytestmark = pytest.mark.every(2)
+
 FEW = dict(max_new_tokens=12, do_sample=False)
 TYPES = ("bart", "t5", "marian", "m2m_100", "whisper", "moonshine", "fsmt", "t5gemma2", "nllb-moe", "prophetnet")
 

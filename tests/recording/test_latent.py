@@ -15,6 +15,9 @@ from hf_fastpath.choices import Rotation
 from hf_fastpath.compat import CACHE
 from hf_fastpath.patching.state import state_of
 
+#: of each test every other case; all of them with ``--full``
+pytestmark = pytest.mark.every(2)
+
 #: type -> what is peculiar
 TYPES = {
     "deepseek_v2": "complex rotations, softmax routers",

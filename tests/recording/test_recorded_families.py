@@ -36,6 +36,9 @@ from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.patching.analyse import RECORD
 from hf_fastpath.patching.state import state_of
 
+#: of each test every other case; all of them with ``--full``
+pytestmark = pytest.mark.every(2)
+
 #: type -> what there is none of in the families with a file
 TYPES = {
     "aria_text": "shared experts, transposed experts with gate and up one after the other",

@@ -20,6 +20,9 @@ from hf_fastpath.compat import CACHE
 from hf_fastpath.patching.selftest import twin_config
 from hf_fastpath.patching.state import state_of
 
+#: of each test every other case; all of them with ``--full``
+pytestmark = pytest.mark.every(2)
+
 #: type -> what its cache holds
 TYPES = {
     "qwen3_5_text": "gated delta rule and attention, in layers of their own",

@@ -29,6 +29,9 @@ from transformers import (
 
 from hf_fastpath.compat import CACHE
 
+#: of each test every other case; all of them with ``--full``
+pytestmark = pytest.mark.every(2)
+
 GREEDY = dict(max_new_tokens=8, do_sample=False)
 SAMPLED = dict(do_sample=True)
 ENDS = dict(eos_token_id=list(range(40)), pad_token_id=0)
