@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -340,17 +341,31 @@ def of_known_size(tensor: Any) -> Any:
     return torch.empty_strided(*sizes, dtype=tensor.dtype, device=tensor.device)
 
 
+class _Replaced:
+    """Functions of ``math`` while steps are recorded, in however many threads: the last one puts back what was there."""
+
+    lock = threading.Lock()
+    count = 0
+    before: dict[str, Callable[..., float]] = {}
+
+
 @contextmanager
 def functions_of_lengths() -> Iterator[None]:
     """Let functions of ``math`` keep the formula of a length, for the length of a ``with`` block."""
-    before = {name: getattr(math, name) for name in _FUNCTIONS}
-    for name, function in before.items():
-        setattr(math, name, functools.partial(_kept_formula, name, function))
+    with _Replaced.lock:
+        _Replaced.count += 1
+        if _Replaced.count == 1:
+            _Replaced.before = {name: getattr(math, name) for name in _FUNCTIONS}
+            for name, function in _Replaced.before.items():
+                setattr(math, name, functools.partial(_kept_formula, name, function))
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(math, name, function)
+        with _Replaced.lock:
+            _Replaced.count -= 1
+            if not _Replaced.count:
+                for name, function in _Replaced.before.items():
+                    setattr(math, name, function)
 
 
 def _kept_formula(name: str, function: Callable[..., float], *given: Any) -> Any:

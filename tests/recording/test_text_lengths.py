@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 import encoder_decoder_types
 import habits
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.models.bart.modeling_bart import BartDecoder
 
 import hf_fastpath
+from hf_fastpath.recording.text_lengths import functions_of_lengths
 
 #: bounds of habits are at 16, 20, 30, 32, 40, 48
 PROMPT, NEW = 9, 44
@@ -182,3 +184,14 @@ def test_lengths_of_an_encoders_output():
         with counting(ours) as counts:
             assert torch.equal(ours.generate(**given), stock.generate(**given)), length
         assert counts.fast and not counts.reasons, counts.reasons
+
+
+def test_functions_of_math_come_back_whichever_thread_ends_last():
+    before, first, second = math.sqrt, functions_of_lengths(), functions_of_lengths()
+    first.__enter__()
+    second.__enter__()
+    assert math.sqrt is not before and math.sqrt(16) == 4.0 and math.log(8, 2) == 3.0
+    first.__exit__(None, None, None)
+    assert math.sqrt is not before
+    second.__exit__(None, None, None)
+    assert math.sqrt is before
