@@ -342,7 +342,7 @@ def of_known_size(tensor: Any) -> Any:
 
 
 class _Replaced:
-    """Functions of ``math`` while steps are recorded, in however many threads: the last one puts back what was there."""
+    """Functions of ``math`` while steps are recorded, in any number of threads: the last puts back what was there."""
 
     lock = threading.Lock()
     count = 0
