@@ -25,7 +25,7 @@ from . import selftest
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, quantize, undo
 from .coverage import check_coverage, check_kernels, check_whole
-from .over_ranks import check_done, check_options, on_all_ranks, undone_on_all_ranks
+from .over_ranks import check_done, check_options, check_transformers, on_all_ranks, undone_on_all_ranks
 from .reporting import Report
 from .state import PatchState, patched_model, state_of
 
@@ -97,6 +97,7 @@ def patch_with(
     Args:
         put_weights: puts quantized weights in place, instead of what the options ask for.
     """
+    check_transformers()  # load_packed() comes in here
     with compat.without_foreign_modes():
         return _patch_alone(model, options, quiet, put_weights)
 

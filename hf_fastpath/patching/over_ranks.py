@@ -20,6 +20,16 @@ from ..options import Options
 from .state import patched_model, state_of
 
 
+def check_transformers() -> None:
+    """Refuse a release of transformers that has moved what the package uses.
+
+    Raises:
+        UnsupportedModelError: it has.
+    """
+    if (missing := compat.what_is_missing()) is not None:
+        raise lacking(missing)
+
+
 @contextmanager
 def on_all_ranks(given: Any, what: str) -> Iterator[None]:
     """Be in a call that all ranks make if the model is spread, for the length of a ``with`` block.
@@ -31,8 +41,7 @@ def on_all_ranks(given: Any, what: str) -> Iterator[None]:
     Raises:
         UnsupportedModelError: transformers has moved what the package uses.
     """
-    if (missing := compat.what_is_missing()) is not None:
-        raise lacking(missing)
+    check_transformers()
     ranks = _ranks_of(given)
     if ranks is None:
         yield

@@ -67,3 +67,13 @@ def test_what_is_missing_is_said(monkeypatch):
                 hf_fastpath.patch(build("llama"), quiet=True)
     compat.what_is_missing.cache_clear()
     assert compat.what_is_missing() is None
+
+
+def test_packed_weights_are_not_put_into_a_model_either(monkeypatch, tmp_path):
+    """load_packed() patches a model, too."""
+    require_native(CPU)
+    model = hf_fastpath.patch(build("llama"), weights="int4", quiet=True)
+    hf_fastpath.save_packed(model, tmp_path)
+    monkeypatch.setattr(compat, "what_is_missing", lambda: "transformers.somewhere has no name")
+    with pytest.raises(hf_fastpath.UnsupportedModelError, match="transformers.somewhere has no name"):
+        hf_fastpath.load_packed(tmp_path, quiet=True)
