@@ -9,8 +9,7 @@ from typing import Any
 
 import own_decoders
 import torch
-from own_decoders import OwnConfig, OwnDecoder, OwnDecoderForCausalLM, OwnLayer, OwnPreTrained
-from transformers.masking_utils import create_causal_mask
+from own_decoders import OwnConfig, OwnDecoder, OwnDecoderForCausalLM, OwnLayer
 
 from hf_fastpath.compat import CACHE
 
@@ -255,39 +254,14 @@ class HabitLayer(OwnLayer):
 
 
 class HabitDecoder(OwnDecoder):
-    def __init__(self, config):
-        OwnPreTrained.__init__(self, config)
-        self.embed_tokens = torch.nn.Embedding(own_decoders.VOCAB, own_decoders.WIDTH)
-        self.layers = torch.nn.ModuleList([HabitLayer(config, index) for index in range(config.num_hidden_layers)])
-        self.norm = torch.nn.RMSNorm(own_decoders.WIDTH, eps=1e-6)
-        self.rotary_emb = own_decoders.LlamaRotaryEmbedding(config)
-        self.post_init()
+    layer_class = HabitLayer
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None):
-        x = self.embed_tokens(input_ids)
-        past = 0 if cache is None else cache.get_seq_length()
-        if position_ids is None:
-            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=x,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            and_mask_function=MASKS.get(self.config.mask),
-            **{CACHE: cache},
-        )
-        angles = self.rotary_emb(x, position_ids)
-        for layer in self.layers:
-            x = layer(x, angles, mask, cache)
-        return self.norm(x)
+    def and_mask_function(self):
+        return MASKS.get(self.config.mask)
 
 
 class HabitDecoderForCausalLM(OwnDecoderForCausalLM):
-    def __init__(self, config):
-        OwnPreTrained.__init__(self, config)
-        self.model = HabitDecoder(config)
-        self.lm_head = torch.nn.Linear(own_decoders.WIDTH, own_decoders.VOCAB, bias=False)
-        self.post_init()
+    decoder_class = HabitDecoder
 
 
 class CutsLongTexts(HabitDecoderForCausalLM):

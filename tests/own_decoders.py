@@ -93,12 +93,18 @@ class OwnPreTrained(PreTrainedModel):
 
 
 class OwnDecoder(OwnPreTrained):
+    layer_class = OwnLayer
+
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList([OwnLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.layer_class(config, index) for index in range(config.num_hidden_layers)])
         self.norm, self.rotary_emb = nn.RMSNorm(WIDTH, eps=1e-6), LlamaRotaryEmbedding(config)
         self.post_init()
+
+    def and_mask_function(self):
+        """Return what hides more keys than those behind a token, or None."""
+        return None
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None):
         x = self.embed_tokens(input_ids)
@@ -110,6 +116,7 @@ class OwnDecoder(OwnPreTrained):
             inputs_embeds=x,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            and_mask_function=self.and_mask_function(),
             **{CACHE: cache},
         )
         angles = self.rotary_emb(x, position_ids)
@@ -119,9 +126,11 @@ class OwnDecoder(OwnPreTrained):
 
 
 class OwnDecoderForCausalLM(OwnPreTrained, GenerationMixin):
+    decoder_class = OwnDecoder
+
     def __init__(self, config):
         super().__init__(config)
-        self.model, self.lm_head = OwnDecoder(config), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.model, self.lm_head = self.decoder_class(config), nn.Linear(WIDTH, VOCAB, bias=False)
         self.post_init()
 
     def forward(  # transformers has called the cache by either name

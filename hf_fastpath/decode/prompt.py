@@ -259,32 +259,19 @@ def read_text(
     """
     weight = part.embedding.weight
     hidden_bytes = ids.numel() * weight.shape[-1] * weight.itemsize if weight.device.type == "cpu" else 0
-    with reading_prompt(hidden_bytes):
-        return _read_text(plans, model, part, ids, config, model_kwargs, starts)
-
-
-def _read_text(
-    plans: PlanCache,
-    model: Any,
-    part: ModelPart,
-    ids: torch.Tensor,
-    config: Any,
-    model_kwargs: dict,
-    starts: torch.Tensor | None,
-) -> torch.Tensor:
-    """Do as :func:`read_text`, wherever memory comes from."""
     cache = model_kwargs[compat.CACHE]
-    if multimodal.has_more_than_tokens(part, model_kwargs):
-        return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
-    alike = repeats(ids, config.num_return_sequences, cache)
-    if alike == 1:
-        return _read_rows(plans, model, part, ids, config, model_kwargs, starts)
-    rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
-    rows = {name: t[::alike] for name, t in rows.items() if t is not None and len(t) == len(ids)}
-    starts = None if starts is None else starts[::alike]
-    logits = _read_rows(plans, model, part, ids[::alike], config, model_kwargs | rows, starts)
-    cache.batch_repeat_interleave(alike)
-    return logits.repeat_interleave(alike, dim=0)
+    with reading_prompt(hidden_bytes):
+        if multimodal.has_more_than_tokens(part, model_kwargs):
+            return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
+        alike = repeats(ids, config.num_return_sequences, cache)
+        if alike == 1:
+            return _read_rows(plans, model, part, ids, config, model_kwargs, starts)
+        rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
+        rows = {name: t[::alike] for name, t in rows.items() if t is not None and len(t) == len(ids)}
+        starts = None if starts is None else starts[::alike]
+        logits = _read_rows(plans, model, part, ids[::alike], config, model_kwargs | rows, starts)
+        cache.batch_repeat_interleave(alike)
+        return logits.repeat_interleave(alike, dim=0)
 
 
 def _read_rows(

@@ -286,13 +286,11 @@ class Lengths:
     def noted(self, value: Any) -> Any:
         """Return an argument as calls hold it, see :func:`known`. Numbers that are the same as the text's length are
         taken for it, unless other sizes may be the same, too."""
-        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             made = known(value)
             if hasattr(made, "formula"):
                 made.formula = self._of_one(made.formula)
             return made
-        if isinstance(value, torch.SymBool):
-            return bool(value)
         if isinstance(value, (list, tuple)) and any(isinstance(each, (int, torch.SymInt)) for each in value):
             return [self.noted(each) for each in value]
         if self._are_given or type(value) is not int or value - self._number not in (0, self.query_len):
