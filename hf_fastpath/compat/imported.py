@@ -24,6 +24,8 @@ _IMPORTED_AT = time.time()
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _OWN = str(Path(__file__).resolve().parents[1])
 _PYTHON = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+#: packages in which PyTorch has the formulas of sizes
+_FORMULAS = ("sympy", "mpmath")
 #: seconds by which clocks of files and of processes may differ
 _MARGIN = 1.0
 
@@ -45,10 +47,16 @@ _NO_FILE = _File(b"")
 
 @functools.cache
 def is_elsewhere(file: str) -> bool:
-    """Whether a file is none of PyTorch's and Python's."""
-    if file.startswith((_TORCH, "<frozen")):
+    """Whether a file is none of PyTorch's, Python's and this package's."""
+    if file.startswith((_OWN, _TORCH, *_formulas(), "<frozen")):
         return False
     return not file.startswith(_PYTHON) or "site-packages" in file
+
+
+@functools.cache
+def _formulas() -> tuple[str, ...]:
+    found = (importlib.util.find_spec(name) for name in _FORMULAS)
+    return tuple(str(Path(each.origin).resolve().parent) for each in found if each is not None and each.origin)
 
 
 def module_digest(name: str) -> bytes | None:
@@ -84,7 +92,7 @@ def _imported(name: str) -> _Imported | None:
         if code.co_filename == path:
             if code not in found.codes:  # it was imported from what the file was before
                 return None
-        elif is_elsewhere(code.co_filename) and not code.co_filename.startswith(_OWN):  # wrappers of our loops
+        elif is_elsewhere(code.co_filename):
             foreign.update(place.encode())
             foreign.update(marshal.dumps(code, 2))  # without marks of objects that are shared just now
     if not name.startswith("transformers."):  # whose values come from files of one version

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import sympy
 import torch
 import transformers
 from torch import nn
@@ -112,16 +113,15 @@ def hearing() -> Iterator[None]:
     found: set[tuple[str, str]] = set()
 
     def hear(frame: types.FrameType, event: str, argument: object) -> None:
-        if event == "call" and id(frame.f_code) not in codes:
+        if event == "call" and id(frame.f_code) not in codes and not compat.is_logging(frame):
             codes[id(frame.f_code)] = frame.f_code
             if (ran := _module_of(frame)) is not None:
                 found.add(ran)
 
-    sys.setprofile(hear)
     try:
-        yield
+        with compat.hearing(hear):
+            yield
     finally:
-        sys.setprofile(None)
         _heard.modules = found
 
 
@@ -130,18 +130,13 @@ def _module_of(frame: types.FrameType) -> tuple[str, str] | None:
     written; None for code of PyTorch, Python and this package."""
     code, caller = frame.f_code, frame.f_back
     name, file = str(frame.f_globals.get("__name__")), code.co_filename
-    if not _is_elsewhere(file) or name.startswith(_OWN):
+    if not compat.is_elsewhere(file) or name.startswith(_OWN):
         return None
     if not file.startswith("<"):
         return name, file
-    if name.startswith(_TUPLES) or caller is None or not _is_elsewhere(caller.f_code.co_filename):
+    if name.startswith(_TUPLES) or caller is None or not compat.is_elsewhere(caller.f_code.co_filename):
         return None
     return name, "" if code.co_name in _WRITTEN else file
-
-
-@functools.cache
-def _is_elsewhere(file: str) -> bool:
-    return compat.is_elsewhere(file) and not file.startswith(str(_PACKAGE))
 
 
 def key_of(twin: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
@@ -150,7 +145,7 @@ def key_of(twin: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     config = {name: value for name, value in twin.config.to_dict().items() if name != "_name_or_path"}
     sizes = {name: list(each.shape) for name, each in twin.named_parameters()}
     chosen = [getattr(twin.config, f"_{seam}_implementation", None) for seam in ("attn", "experts")]
-    versions = [transformers_version(), transformers.__version__, torch.__version__, sys.version]
+    versions = [transformers_version(), transformers.__version__, torch.__version__, sympy.__version__, sys.version]
     known = [config, sizes, chosen, versions, _device(device), str(dtype)]
     digest = hashlib.sha256(json.dumps(known, default=str).encode())
     digest.update(_own_code() or b"")

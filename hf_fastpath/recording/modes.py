@@ -19,7 +19,6 @@ from ..decode.modules import is_packed
 from ..decode.named_calls import Register, by_name
 from ..quantization.linear import PackedLinear
 from . import marks
-from .noted_code import profile_again
 from .recorder import Recorder
 from .recording import Span, Unrecordable
 from .text_lengths import computed
@@ -61,7 +60,7 @@ class Functions(TorchFunctionMode):
             self._recorder.note_refusal(error)
             raise
         finally:
-            profile_again(hears)
+            compat.hear_again(hears)
 
     def _note(self, func, args, kwargs):
         handler = _HANDLERS.get(func)

@@ -7,18 +7,12 @@ are looked at as a whole (``compat.replaced_function``).
 
 from __future__ import annotations
 
-import functools
-import gc
 import sys
-import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import mpmath
-import sympy
 import torch
 from torch import nn
 
@@ -28,34 +22,10 @@ from ..decode.snapshot import differences
 from ..decode.watch import Watch
 from .first_uses import FirstUses
 
-_OWN = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
-#: where PyTorch has the formulas of lengths, see text_lengths
-_FORMULAS = tuple(str(Path(each.__file__).resolve().parent) for each in (sympy, mpmath))
-_PYTHON = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
-
-
 #: packages whose names are not looked up in code that reads names of them
 _LEFT_OUT = sys.stdlib_module_names | {"torch", "hf_fastpath"}
 #: attributes of modules that PyTorch reads
 _OF_TORCH = frozenset(dir(nn.Module)) | {"forward"}
-
-
-def profile_again(profiler: Any) -> None:
-    """Let a profiler of this thread go on: a function, or cProfile's object, which is no function."""
-    if profiler is None or callable(profiler):
-        sys.setprofile(profiler)
-    elif callable(enable := getattr(profiler, "enable", None)):
-        sys.setprofile(None)
-        enable()
-
-
-@functools.cache
-def _is_elsewhere(file: str) -> bool:
-    """Whether a file is none of PyTorch's, Python's and this package's."""
-    if file.startswith((_OWN, _TORCH, *_FORMULAS, "<frozen")):
-        return False
-    return not file.startswith(_PYTHON) or "site-packages" in file
 
 
 class NotedCode:
@@ -84,15 +54,8 @@ class NotedCode:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note which code runs in this thread, for the length of a ``with`` block."""
-        before, collects = sys.getprofile(), gc.isenabled()
-        gc.disable()  # callbacks of the garbage collector are no code of the model's
-        sys.setprofile(self._hear)
-        try:
+        with compat.hearing(self._hear):
             yield
-        finally:
-            profile_again(before)
-            if collects:
-                gc.enable()
         if self._error is not None:
             raise self._error
 
@@ -102,8 +65,10 @@ class NotedCode:
         code = frame.f_code
         if id(code) in self._seen:
             return
+        if compat.is_elsewhere(code.co_filename) and compat.is_logging(frame):
+            return
         self._seen[id(code)] = code
-        if not _is_elsewhere(code.co_filename):
+        if not compat.is_elsewhere(code.co_filename):
             return
         try:
             space = frame.f_globals
@@ -146,7 +111,7 @@ class NotedCode:
 
     def asks_for_types(self) -> bool:
         """Whether code that is no package's may have asked whether something is an ``int``."""
-        theirs = (code for code in self._seen.values() if _is_elsewhere(code.co_filename))
+        theirs = (code for code in self._seen.values() if compat.is_elsewhere(code.co_filename))
         own = (code.co_names for code in theirs if "/transformers/" not in code.co_filename)
         return any("int" in names and not {"isinstance", "type", "issubclass"}.isdisjoint(names) for names in own)
 
@@ -188,7 +153,7 @@ class NotedCode:
         if not places:
             return []
         read = set().union(
-            *(compat.names_read(code) for code in self._seen.values() if _is_elsewhere(code.co_filename))
+            *(compat.names_read(code) for code in self._seen.values() if compat.is_elsewhere(code.co_filename))
         )
         classes = {base for module in modules for base in type(module).__mro__ if base not in nn.Module.__mro__}
         written = set().union(*map(compat.names_written, classes)) - read - _OF_TORCH

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import logging
 import os
 import shutil
 import sys
@@ -162,6 +164,21 @@ def test_another_process_finds_it(another_process, tried):
     again = hf_fastpath.patch(recorded(hidden_size=96), quiet=True)  # the twin has its own size
     assert len(tried) == 1 and hf_fastpath.report(again).loop == "fast"
     assert selftest.run(again) == (None, 0.125)
+
+
+def test_code_that_runs_by_the_way_does_not_count(tried, monkeypatch):
+    """Callbacks of the garbage collector and handlers of logs are the process's; no file has these."""
+    exec("def ran(*what): calls.append(what)", space := {"calls": [], "__name__": "nowhere"})
+    handler = logging.Handler()
+    handler.emit = space["ran"]
+    for name in ("", "torch.__trace"):  # PyTorch tells the latter of each size of a recording
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
+    gc.callbacks.append(space["ran"])
+    try:
+        hf_fastpath.patch(recorded(), quiet=True)
+    finally:
+        gc.callbacks.remove(space["ran"])
+    assert len(tried) == len(notes()) == 1 and {len(each) for each in space["calls"]} == {1, 2}
 
 
 def test_another_config_or_dtype_is_another_twin(tried):
