@@ -247,6 +247,26 @@ class InObject(OwnMLP):
         self.settings.inner.factor = value
 
 
+class AttributesOfObject(InObject):
+    """Another dict of attributes is given to an object."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.settings = types.SimpleNamespace(inner=own_helpers.Holder(1.0))
+        self.settings.inner.factor = 1.0
+
+    def edit(self, value):
+        self.settings.inner.__dict__ = dict(factor=value)
+
+
+class AttributesOfModule(Attribute):
+    """Another dict of attributes is given to the module, and edited then."""
+
+    def edit(self, value):
+        self.__dict__ = dict(vars(self))
+        super().edit(value)
+
+
 @dataclass
 class Settings:
     __slots__ = ("factor",)
@@ -540,7 +560,7 @@ class Decorated(OwnMLP):
 
 
 FACTORS: dict[str, type[OwnMLP]] = {cls.__name__: cls for cls in OwnMLP.__subclasses__()}
-FACTORS |= {cls.__name__: cls for cls in (OtherTensor, NumberInTensor)}
+FACTORS |= {cls.__name__: cls for cls in (OtherTensor, NumberInTensor, AttributesOfObject, AttributesOfModule)}
 
 
 def edit(model: OwnDecoderForCausalLM, value: float) -> None:

@@ -61,7 +61,8 @@ _MODELS = "transformers.models."
 OF_FUNCTIONS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
-def _is_left_out(name: str) -> bool:
+def is_left_out(name: str) -> bool:
+    """Whether an attribute of a module is bookkeeping."""
     return name in BOOKKEEPING or name.startswith("_hf_fastpath") or name == compat.GENERATION_DEFAULTS
 
 
@@ -75,6 +76,7 @@ class Walk:
     Attributes:
         values: where a value is -> the value, frozen.
         modules: modules in the order in which they were met, those that only Python containers hold among them.
+        owners: objects with attributes, but for modules.
         tensors: id -> tensor, of parameters, buffers and plain tensors.
     """
 
@@ -83,6 +85,7 @@ class Walk:
         self.modules: list[nn.Module] = []
         self.tensors: dict[int, torch.Tensor] = {}
         self.namespaces: list[Mapping[str, Any]] = []
+        self.owners: list[Any] = []
         self.named: list[tuple[list[str], Mapping[str, Any], nn.Module | None]] = []
         self.dicts: list[dict] = []
         self.rows: list[Any] = []
@@ -183,7 +186,7 @@ class Walk:
         hooks = [self.frozen(hook) for hook in compat.hooks_with_effect(space)]
         self.values[f"{path} itself"] = type(module), tensors, children, hooks
         sizes = SIZES_ALONE.get(type(module), ())
-        names = [name for name in space if not _is_left_out(name) and name not in sizes]
+        names = [name for name in space if not is_left_out(name) and name not in sizes]
         for name in names:
             if name not in compat.FORWARD_NOTES and not compat.is_ours(getattr(space[name], "__func__", None)):
                 self.values[f"{path}.{name}"] = self.frozen(space[name], f"{path}.{name}")
@@ -298,6 +301,7 @@ class Walk:
         found = []
         if isinstance(space, dict):
             self.dicts.append(space)
+            self.owners.append(value)
             found += [(name, self.frozen(each, where)) for name, each in space.items()]
         if slots:
             read = functools.partial(_read_slots, value, tuple(slots))

@@ -74,7 +74,7 @@ def library_name(target: str) -> str:
 def sources(target: str) -> list[Path]:
     """Return the source files of ``target``, sorted."""
     patterns = ("*_cpu.cpp", *(f"*{end}" for end in CPU_FLAGS)) if target == "cpu" else ("*.cu", "*_cuda.cpp")
-    patterns += ("old_systems.cpp",)
+    patterns += ("old_systems.cpp", "same_objects.cpp")
     return sorted(path for pattern in patterns for path in source_dir().glob(f"*/{pattern}"))
 
 

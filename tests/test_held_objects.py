@@ -1,0 +1,143 @@
+"""Which containers hold other objects than they held: native code and Python agree, over random changes."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+import torch
+from models import require_native
+from torch import nn
+
+from hf_fastpath.decode import held_objects
+from hf_fastpath.decode.held_objects import HeldObjects
+
+WAYS = ("native", "python")
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Both implementations in turn."""
+    if request.param == "native":
+        require_native(torch.device("cpu"))
+        assert held_objects._native() is not None
+    else:
+        monkeypatch.setattr(held_objects, "_native", lambda: None)
+    return request.param
+
+
+class Named:
+    """An object that is equal to any other."""
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+def held(containers, but_for=()):
+    found = HeldObjects()
+    for each in containers:
+        if isinstance(each, nn.Module):
+            found.attributes_of(each)
+        elif isinstance(each, list):
+            found.entries_of(each)
+        else:
+            found.items_of(each, but_for)
+    return found
+
+
+def places(found):
+    numbers = {id(each): number for number, each in enumerate(found.containers)}
+    return [numbers[id(container)] for container, _, _ in found.differing()]
+
+
+CHANGES = {
+    "a value": lambda c: c[2].update(a=Named()),
+    "equal value": lambda c: c[2].update(b=1.0 + sum([0.5])),
+    "a new key": lambda c: c[2].update(z=1),
+    "a key less": lambda c: c[2].pop("a"),
+    "another order": lambda c: c[2].update(a=c[2].pop("a")),
+    "another key": lambda c: (c[2].pop("b"), c[2].update(x=1)),
+    "cleared": lambda c: c[2].clear(),
+}
+OF_LISTS = {
+    "an entry": lambda c: c.__setitem__(1, Named()),
+    "longer": lambda c: c.append(1),
+    "shorter": lambda c: c.pop(),
+    "turned around": lambda c: c.reverse(),
+}
+
+
+def make():
+    return [{}, [], {"a": Named(), "b": 1.5}, OrderedDict(c=1, d=2), [Named(), Named(), "text"], nn.Linear(2, 2)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_dicts(change, way):
+    containers = make()
+    found = held(containers)
+    assert places(found) == []
+    CHANGES[change](containers)
+    assert places(found) == [2]
+
+
+@pytest.mark.parametrize("change", OF_LISTS)
+def test_lists(change, way):
+    containers = make()
+    found = held(containers)
+    OF_LISTS[change](containers[4])
+    assert places(found) == [4]
+
+
+def test_another_dict_of_attributes(way):
+    containers = make()
+    found = held(containers)
+    containers[5].__dict__ = dict(containers[5].__dict__)
+    assert places(found) == [5]
+
+
+def test_sizes_alone(way):
+    found, space = HeldObjects(), {"a": 1}
+    found.size_of(space)
+    space["a"] = 2
+    assert places(found) == []
+    space["b"] = 2
+    ((container, now, before),) = found.differing()
+    assert container is space and (now, before) == ([2], [1])
+
+
+def test_values_that_may_be_any(way):
+    space = {"a": 1, "b": 2, "c": 3}
+    found = held([space], but_for={"b"})
+    space["b"] = 5
+    assert places(found) == []
+    space["c"] = 7
+    ((_, now, before),) = found.differing()
+    assert (now, before) == (["a", 1, "b", "c", 7], ["a", 1, "b", "c", 3])
+
+
+def test_random_changes(monkeypatch):
+    """Any number of containers, of which some change: each is given, by both implementations."""
+    require_native(torch.device("cpu"))
+    draw = random.Random(7)
+    for _ in range(100):
+        containers = [
+            {str(number): Named() for number in range(draw.randrange(5))}
+            if draw.random() < 0.6
+            else [Named() for _ in range(draw.randrange(5))]
+            for _ in range(draw.randrange(1, 40))
+        ]
+        found = [held(containers), held(containers)]
+        changed = sorted(draw.sample(range(len(containers)), draw.randrange(min(4, len(containers)) + 1)))
+        for place in changed:
+            container = containers[place]
+            if not container or draw.random() < 0.3:
+                container.append(1) if isinstance(container, list) else container.update(new=1)
+            else:
+                container[next(iter(container)) if isinstance(container, dict) else -1] = Named()
+        assert places(found[0]) == changed
+        with monkeypatch.context() as patch:
+            patch.setattr(held_objects, "_native", lambda: None)
+            assert places(found[1]) == changed
