@@ -98,6 +98,13 @@ def test_another_dict_of_attributes(way):
     assert places(found) == [5]
 
 
+def test_another_type(way):
+    containers = make()
+    found = held(containers)
+    containers[5].__class__ = nn.Identity
+    assert places(found) == [5]
+
+
 def test_sizes_alone(way):
     found, space = HeldObjects(), {"a": 1}
     found.size_of(space)

@@ -15,6 +15,7 @@ struct Python {
   intptr_t (*list_size)(Object*);
   Object* (*list_item)(Object*, intptr_t);
   Object* (*attributes)(Object*, void*);
+  Object* (*type)(Object*);
   void (*release)(Object*);
 };
 
@@ -35,9 +36,10 @@ bool has_entries(const Python& python, Object* list, int64_t size, Object* const
 }
 
 bool has_attributes(const Python& python, Object* object, Object* const* before) {
-  Object* attributes = python.attributes(object, nullptr);
+  Object *attributes = python.attributes(object, nullptr), *type = python.type(object);
   python.release(attributes);
-  return attributes == before[0];
+  python.release(type);
+  return attributes == before[0] && type == before[1];
 }
 
 }  // namespace
@@ -45,7 +47,7 @@ bool has_attributes(const Python& python, Object* object, Object* const* before)
 // Returns the first container from `begin` on that does not hold what it held; `count` if all do. To be called by a
 // thread that holds Python's lock.
 //
-// python      PyDict_Size, PyDict_Next, PyList_Size, PyList_GetItem, PyObject_GenericGetDict and Py_DecRef.
+// python      PyDict_Size, PyDict_Next, PyList_Size, PyList_GetItem, PyObject_GenericGetDict, PyObject_Type, Py_DecRef.
 // containers  `count` dicts, lists and objects that have a dict of attributes, of the given kinds, with their sizes.
 // before      the objects of all containers; those of container i begin at starts[i].
 extern "C" __attribute__((visibility("default"))) int64_t hf_fastpath_first_changed(

@@ -17,7 +17,7 @@ from ..native import loader
 _ITEMS_OF_DICT, _SIZE_OF_DICT, _LIST, _ATTRIBUTES = range(4)
 _PYTHON = (
     *("PyDict_Size", "PyDict_Next", "PyList_Size", "PyList_GetItem"),
-    *("PyObject_GenericGetDict", "Py_DecRef"),
+    *("PyObject_GenericGetDict", "PyObject_Type", "Py_DecRef"),
 )
 #: stands where any object may be
 _ANY = object()
@@ -53,9 +53,9 @@ class HeldObjects:
         self._before += list.__iter__(entries)
 
     def attributes_of(self, module: nn.Module) -> None:
-        """Know a module by the dict that holds its attributes, not by what this holds."""
+        """Know a module by its type and by the dict that holds its attributes, not by what this holds."""
         self._add(_ATTRIBUTES, module)
-        self._before.append(vars(module))
+        self._before += _objects(module)
 
     def _add(self, kind: int, container: Any) -> None:
         self.containers.append(container)
@@ -121,14 +121,14 @@ def _is_same(now: Any, before: Any) -> bool:
 
 def _size(container: Any) -> int:
     if isinstance(container, nn.Module):
-        return 1
+        return 2
     return dict.__len__(container) if isinstance(container, dict) else list.__len__(container)
 
 
 def _objects(container: Any) -> Iterable[Any]:
-    """Return a list's entries, a dict's keys and values in turn, or a module's dict of attributes."""
+    """Return a list's entries, a dict's keys and values in turn, or a module's dict of attributes and type."""
     if isinstance(container, nn.Module):
-        return (vars(container),)
+        return vars(container), type(container)
     if isinstance(container, dict):
         return chain.from_iterable(dict.items(container))
     return list.__iter__(container)

@@ -38,8 +38,6 @@ class Watch:
     ):
         self._walk, self._more_facts = walk, facts
         self._spaces = list(map(vars, walk.owners))
-        self._called = [each for each in walk.modules if type(each) not in _NEVER_CALLED]
-        self._types = list(map(type, self._called))
         self._held = HeldObjects()
         for module in walk.modules:
             self._hold_module(module, {name for place, name in restless if place == id(module)})
@@ -82,7 +80,6 @@ class Watch:
             return (
                 all(_are_alike(*found) for found in self._held.differing())
                 and all(map(is_, map(vars, walk.owners), self._spaces))
-                and list(map(type, self._called)) == self._types
                 and list(map(len, walk.namespaces)) == self._sizes
                 and all(map(is_, self._elements(), self._elements_before))
                 and all(now == before for now, before in self._sets)
