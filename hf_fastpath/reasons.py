@@ -212,8 +212,9 @@ REASONS: dict[str, Reason] = {
         "see report(model) on the rank that is named",
     ),
     "generation_method": Reason(
-        "a method that generate() calls for every token is overridden by code that nobody has looked at (prompts that "
-        "PEFT has learned, a class of the user's, ...), or by code that drops the cache in this call",
+        "a method that generate() calls for every token is overridden by code that nobody has looked at, which gave a "
+        "token more than itself and its position, or cannot be asked in this loop (a class of the user's, prompts that "
+        "PEFT has learned, ...); or by code that drops the cache in this call",
         "leave out what overrides the method; where it drops the cache, ask for fewer tokens",
     ),
     "synced_gpus": Reason("generation is synchronized over several processes", "pass synced_gpus=False"),

@@ -31,6 +31,8 @@ CACHE = (
 
 #: what Mamba's classes call it before 5.24; remove it when 5.23 is not supported
 _STATES_CACHE = "cache_params"
+#: names under which any model's forward takes a cache
+CACHES = frozenset({CACHE, _OLD_CACHE})
 
 
 def cache_name(model: Any) -> str:

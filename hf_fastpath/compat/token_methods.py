@@ -1,8 +1,8 @@
 """Methods that ``generate()`` calls for every token and our loops do not call: whose they are, and what they do.
 
 A class may override them: it may edit the tokens, the mask or the positions of a step, or drop the cache. No recorded
-forward shows that. Only overrides that were read are taken, which a digest of their source tells; all others leave the
-call to stock code.
+forward shows that. Overrides that were read are taken, which a digest of their source tells. Of all others, those that
+give the inputs of a token are asked for every token (``decode.stand_in``), and the rest leave the call to stock code.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ _READING_AGAIN: dict[str, tuple[str, ...]] = {
 
 
 def overridden_method(model: Any, home: str) -> str | None:
-    """Return a method that code which was not looked at has put between ``generate()`` and the forward, or None.
+    """Return a method that code which was not looked at has put between ``generate()`` and the forward, and which
+    cannot be asked for every token; or None.
 
     Args:
         home: module of the model's architecture.
@@ -96,16 +97,25 @@ def overridden_method(model: Any, home: str) -> str | None:
     Returns:
         The method's name, and where it is defined.
     """
-    for name in _TOKEN_METHODS:
-        of_class, of_instance = getattr(type(model), name, None), vars(model).get(name)
-        if not is_known_code(_inside_contextmanager(of_class), home):
-            return f"{name} is {name_of(of_class)}"
-        # PEFT leaves the class's own method behind, bound to the instance; that is no other code
-        if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
-            return f"{name} is {name_of(of_instance)}"
-        for function in _overrides(type(model), name):
-            if not _is_looked_at(function, name):
-                return f"{name} is {name_of(_bare(function))}, which may give a token other inputs"
+    names = (name for name in _TOKEN_METHODS if name != _INPUTS)
+    return next(filter(None, (_not_looked_at(model, home, name) for name in names)), None)
+
+
+def overridden_inputs(model: Any, home: str) -> str | None:
+    """Do as :func:`overridden_method` for the method that gives the inputs of a token, which can be asked."""
+    return _not_looked_at(model, home, _INPUTS)
+
+
+def _not_looked_at(model: Any, home: str, name: str) -> str | None:
+    of_class, of_instance = getattr(type(model), name, None), vars(model).get(name)
+    if not is_known_code(_inside_contextmanager(of_class), home):
+        return f"{name} is {name_of(of_class)}"
+    # PEFT leaves the class's own method behind, bound to the instance; that is no other code
+    if of_instance is not None and getattr(of_instance, "__func__", None) is not of_class:
+        return f"{name} is {name_of(of_instance)}"
+    for function in _overrides(type(model), name):
+        if not _is_looked_at(function, name):
+            return f"{name} is {name_of(_bare(function))}, which may give a token other inputs"
     return None
 
 

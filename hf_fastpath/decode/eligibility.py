@@ -120,6 +120,10 @@ def _dropped_cache_reason(part: ModelPart, input_ids: torch.Tensor, config: Any,
 
 def request_reason(part: ModelPart, config: Any) -> str | None:
     """Return the reason against every call with this generation config, or None. Nothing is recorded for it."""
+    method = asked_method(part)
+    is_plain = not (part.token_shape or part.has_encoder or part.is_multimodal) and part.ranks is None
+    if method is not None and not (is_plain and (config.num_beams or 1) == 1):
+        return Cause("generation_method", method)
     if config.compile_config is not None:
         return "compile_config"
     for name in ("output_attentions", "output_hidden_states"):
@@ -148,6 +152,8 @@ def why_no_drafts(
         kind = "an encoder" if part.has_encoder else "a part for images or sound"
         return loop_reason or Cause("generation_mode", f"drafts for a model with {kind}")
     reason, _ = step_aside_reason(state, part, input_ids, config, synced_gpus, model_kwargs)
+    if reason is None and (method := asked_method(part)) is not None:
+        return Cause("generation_method", method)
     if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
         return Cause("generation_mode", "drafts behind a prompt of more than tokens")
     return reason
@@ -189,6 +195,11 @@ def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor
     if reason is None and (batch := input_ids.shape[0]) > part.max_batch:
         return Cause("batch_size", f"{batch} sequences, {part.max_batch} at most where MLPs are mixtures")
     return reason
+
+
+def asked_method(part: ModelPart) -> str | None:
+    """Return the method that has to be asked what each token is given, or None if that is known."""
+    return compat.overridden_inputs(part.module, part.architecture.module)
 
 
 def torch_reason(model: nn.Module) -> Cause | None:

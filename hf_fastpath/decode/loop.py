@@ -30,7 +30,7 @@ from .calls import (
     settling,
 )
 from .counted import by_stock
-from .eligibility import step_aside_reason
+from .eligibility import asked_method, step_aside_reason
 from .encoded import Encoded
 from .graph import random_numbers_in_turn
 from .multimodal import Behind
@@ -69,8 +69,9 @@ def sample(
         reason = state.ranks.agreed(reason) or part.reason_of_ranks(state.plans, len(input_ids))
     if reason is None:
         with state.plans.place() as is_free:
-            if is_free and part.token_shape:
-                return StandIn(state, part, behind, input_ids, given, model_kwargs).run(original)
+            asked = asked_method(part)
+            if is_free and (part.token_shape or asked):
+                return StandIn(state, part, behind, input_ids, given, model_kwargs, asked).run(original)
             if is_free:
                 loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
                 whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())

@@ -1,4 +1,5 @@
-"""What stands for a model in a loop of transformers', which chooses tokens where no plan can."""
+"""What stands for a model in a loop of transformers', which chooses tokens where no plan can, or asks the model's own
+method what each token is given."""
 
 from __future__ import annotations
 
@@ -9,17 +10,22 @@ import torch
 
 from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
+from ..reasons import Cause
 from .calls import Watch, next_positions_of, runs_users_code, settling
-from .eligibility import text_of
+from .eligibility import INDEX_DTYPES, is_left_padding, text_of
 from .encoded import Encoded
 from .multimodal import Behind
 from .patched import Patched
 from .plan import DecodePlan
 
+_OF_A_TOKEN = ("input_ids", "attention_mask", "position_ids")
+#: arguments of a forward that say no more of a token
+_KNOWN = {*_OF_A_TOKEN, *compat.CACHES, *compat.WITHOUT_EFFECT, "use_cache", "return_dict", "logits_to_keep"}
+
 
 class StandIn:
-    """What stands for a model in a loop of transformers' (beam search; several tokens at a position): what is new of
-    every sequence is a step of a plan, and all else is the model's.
+    """What stands for a model in a loop of transformers' (beam search; several tokens at a position; a method that has
+    to be asked): what is new of every sequence is a step of a plan, and all else is the model's.
 
     The beams of a sentence attend to one output of an encoder. Its keys and values, which every beam has, therefore
     stay where they are when beams are reordered.
@@ -30,11 +36,26 @@ class StandIn:
         ids: the tokens that the loop goes on with.
         loop: the loop's own arguments: processors, criteria, configuration, and what else it takes.
         kwargs: the loop's further arguments.
+        asked: the method that the loop asks what a token is given, if that may be more than the token and its position.
     """
 
-    def __init__(self, state: Patched, part: Any, behind: Behind, ids: torch.Tensor, loop: dict, kwargs: dict):
+    def __init__(
+        self,
+        state: Patched,
+        part: Any,
+        behind: Behind,
+        ids: torch.Tensor,
+        loop: dict,
+        kwargs: dict,
+        asked: str | None = None,
+    ):
         self._state, self._model, self._part = state, part.source, part
         self._ids, self._loop, self._kwargs = ids, loop, kwargs
+        self._asked, self._is_left = asked, False
+        self._end_of_prompt = 0
+        if asked is not None:
+            new = compat.num_new_tokens(ids, loop["generation_config"], kwargs)
+            self._end_of_prompt = kwargs[compat.CACHE].get_seq_length() + new
         self._prompt_len, text = ids.shape[1], text_of(part, ids, kwargs)
         self._batch = len(text)
         mask = compat.text_arguments(kwargs).get("attention_mask")
@@ -80,17 +101,21 @@ class StandIn:
 
     def __call__(self, **inputs: Any) -> Any:
         """Do as the model's forward for the arguments of ``prepare_inputs_for_generation``."""
-        tokens, whole = inputs[compat.text_name(self._model, "input_ids")], inputs[compat.CACHE]
-        cache = compat.text_cache(whole)
         self._steps += 1
+        if self._asked is not None and not self._is_left and not self._is_known(inputs):
+            self._state.stats.note(Cause("generation_method", self._asked))
+            self._end()
+            self._is_left = True
+        if self._is_left:
+            return self._by_stock(inputs)
+        tokens, whole = inputs[compat.text_name(self._model, "input_ids")], compat.cache_of(inputs, None)
+        cache = compat.text_cache(whole)
         if self._watch is not None and self._watch.has_changed(tokens.device):
             self._end()
             self._watch.look_again(tokens, cache)
             self._part = self._watch.part
         if self._part is None:
-            if self._left_at is None:
-                self._left_at = self._prompt_len + self._steps
-            return self._model(**inputs)
+            return self._by_stock(inputs)
         if self._plan is None:
             self._plan = self._state.plans.decode_plan(self._part, self._batch, cache)
             length = cache.get_seq_length()
@@ -103,3 +128,54 @@ class StandIn:
             self._plan.bind()  # the beams were reordered
         logits = self._plan.step(tokens[:, 0])
         return compat.text_output(logits[:, None], whole)
+
+    def _by_stock(self, inputs: dict[str, Any]) -> Any:
+        if self._left_at is None:
+            self._left_at = self._prompt_len + self._steps
+        return self._model(**inputs)
+
+    def _is_known(self, inputs: dict[str, Any]) -> bool:
+        """Whether the forward is given no more than a plan reads: a token of each sequence, at the next position,
+        behind all that the cache holds."""
+        given = {name: value for name, value in inputs.items() if value is not None and value is not False}
+        cache, tokens, mask, positions = compat.cache_of(given, None), *map(given.get, _OF_A_TOKEN)
+        if given.keys() - _KNOWN or cache is not self._kwargs[compat.CACHE]:
+            return False
+        if tokens is None or tokens.shape != (self._batch, 1) or tokens.dtype not in INDEX_DTYPES:
+            return False
+        if self._held is None and not self._begins_as_known(cache, mask, positions):
+            return False
+        length = self._held + self._steps - 1
+        if cache.key_layers and cache.get_seq_length() != length:
+            return False
+        places = torch.arange(length + 1, device=tokens.device).expand(self._batch, -1)
+        shown = places >= (0 if self._starts is None else self._starts[:, None])
+        expected = (self._positions + self._steps - 1)[:, None]
+        mask = torch.ones_like(shown) if mask is None else mask
+        if positions is None:
+            positions = places[:, -1:] if self._part.takes_positions else expected
+        if mask.shape != shown.shape or positions.shape not in (expected.shape, (1, 1)):
+            return False
+        return bool((mask == shown).all() & (positions == expected).all())
+
+    def _begins_as_known(self, cache: Any, mask: torch.Tensor | None, positions: torch.Tensor | None) -> bool:
+        """Take over where the first token behind the prompt is: there may be more in front of it than the loop's text,
+        such as tokens that PEFT has learned. Return False if that is nowhere a plan can begin."""
+        part, self._held = self._part, cache.get_seq_length() if cache.key_layers else self._end_of_prompt
+        if self._held != self._end_of_prompt:
+            if part.computed_positions is not None or (part.is_recorded and part.by_length.is_bounded(self._batch)):
+                return False
+            if not part.takes_positions:
+                self._positions = torch.full_like(self._positions, self._held)
+        if mask is None:
+            self._starts = None
+        elif mask.dim() == 2 and is_left_padding(mask):
+            self._starts = (mask == 0).sum(1)
+        else:
+            return False
+        if part.is_recorded and self._starts is not None and bool(self._starts.any()):
+            if part.padding_reason is not None or not part.takes_padding:
+                return False
+        if part.takes_positions and (positions is None or bool((positions == self._held).all())):
+            self._positions = torch.full_like(self._positions, self._held)  # as forwards count by themselves
+        return True

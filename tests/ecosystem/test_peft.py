@@ -104,15 +104,27 @@ VIRTUAL = {
 
 @pytest.mark.parametrize("name", VIRTUAL)
 def test_virtual_tokens(name, device):
-    """PEFT steps between generate() and the forward, so that stock's loop runs; without PEFT our loop is back."""
+    """PEFT is asked what each token is given: stock's forward takes over where that is more than a plan reads, as it is
+    in a padded row; without PEFT all is as it was."""
     stock, plain = fresh("llama", device)
     models = wrapped("llama", device, lambda model: peft.get_peft_model(model, VIRTUAL[name]()))
     with torch.no_grad():
         for model in models[1:]:
             for parameter in model.prompt_encoder.parameters():
                 parameter.mul_(3)  # so that the virtual tokens matter
-    with_prompt = tokens(*models, fast=False)
+    patched, stock_peft, ours_peft = models
     inputs = left_padded(device, 2)
+    row = {"input_ids": inputs["input_ids"][:1]}
+    found = []
+    for given in (inputs, row):
+        with counting(patched) as counts:
+            found.append(ours_peft.generate(**given, **SHORT))
+        assert_same_tokens(found[-1], stock_peft.generate(**given, **SHORT))
+        rows, new_tokens = len(found[-1]), SHORT["max_new_tokens"]
+        assert counts.fast + counts.fallback == rows * new_tokens
+        assert bool(counts.fallback) == bool(counts.reasons["generation_method"])
+        assert given is row or counts.fast == rows
+    with_prompt = found[0].tolist()
     with counting(plain) as counts:
         without = plain.generate(**inputs, **SHORT)
     assert counts.fast and without.tolist() != with_prompt

@@ -212,9 +212,9 @@ def being_paused(monkeypatch):
 
 def generation_method(monkeypatch):
     def override(model):
-        method = type(model).prepare_inputs_for_generation
+        method = type(model)._update_model_kwargs_for_generation
         own = functools.wraps(method)(lambda *args, **kwargs: method(*args, **kwargs))
-        model.prepare_inputs_for_generation = types.MethodType(own, model)
+        model._update_model_kwargs_for_generation = types.MethodType(own, model)
 
     return after(override)
 
@@ -521,7 +521,7 @@ NAMES = {
     "position_ids": "torch.int64 (1, 1, 11)",
     "unsupported_input": "token_type_ids",
     "generation_mode": "another way to draft",
-    "generation_method": "prepare_inputs_for_generation is ",
+    "generation_method": "_update_model_kwargs_for_generation is ",
     "other_rank": "rank 1",
     "custom_sample": "_sample",
     "partial_patch": "unsupported_activation: model.layers.0.mlp.act_fn: Tanh",
