@@ -9,7 +9,6 @@ import marshal
 import os
 import stat
 import sys
-import sysconfig
 import time
 import types
 from collections.abc import Iterator
@@ -18,14 +17,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from .folders import OWN, folders_of, is_pythons
 
 _IMPORTED_AT = time.time()
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_OWN = str(Path(__file__).resolve().parents[1])
-_PYTHON = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
-#: packages in which PyTorch has the formulas of sizes
-_FORMULAS = ("sympy", "mpmath")
+#: PyTorch, and packages in which it has the formulas of sizes
+_TORCH = ("torch", "sympy", "mpmath")
 #: seconds by which clocks of files and of processes may differ
 _MARGIN = 1.0
 
@@ -48,15 +44,12 @@ _NO_FILE = _File(b"")
 @functools.cache
 def is_elsewhere(file: str) -> bool:
     """Whether a file is none of PyTorch's, Python's and this package's."""
-    if file.startswith((_OWN, _TORCH, *_formulas(), "<frozen")):
-        return False
-    return not file.startswith(_PYTHON) or "site-packages" in file
+    return not (file.startswith(("<frozen", *OWN, *_torch())) or is_pythons(file))
 
 
 @functools.cache
-def _formulas() -> tuple[str, ...]:
-    found = (importlib.util.find_spec(name) for name in _FORMULAS)
-    return tuple(str(Path(each.origin).resolve().parent) for each in found if each is not None and each.origin)
+def _torch() -> tuple[str, ...]:
+    return tuple(chain.from_iterable(map(folders_of, _TORCH)))
 
 
 def module_digest(name: str) -> bytes | None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
-import sysconfig
 import types
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils.flop_counter
-import transformers
 import typing_extensions
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import (
 )
 
 from .code import name_of, names_read
+from .folders import folders_of
 
 #: modes that change no result, and whose counts nobody takes for those of a fast call
 _HARMLESS = (DeviceContext, torch.utils.flop_counter._FlopCounterMode)
@@ -39,11 +40,11 @@ _SPACES: tuple[tuple[str, Any], ...] = (
     ("torch.Tensor", torch.Tensor),
     ("torch.nn.Module", nn.Module),
 )
-_FOLDER = str(Path(torch.__file__).resolve().parent)
 #: transformers adds a method to ``nn.Module``
-_TRANSFORMERS = str(Path(transformers.__file__).resolve().parent)
+_FOLDERS = (*folders_of("torch"), *folders_of("transformers"))
 #: what PyTorch takes from Python, and its decorator for what is deprecated
-_PYTHON = sysconfig.get_path("stdlib") + "/typing.py", typing_extensions.__file__
+_OF_PYTHON = Path(typing.__file__), Path(typing_extensions.__file__)
+_FILES = frozenset(map(str, chain.from_iterable((each, each.resolve()) for each in _OF_PYTHON)))
 #: modules of transformers whose functions run for every token, beside those of a model
 _SHARED = (
     "transformers.generation.utils",
@@ -107,7 +108,7 @@ def _is_of_torch(value: Any) -> bool:
     function = getattr(value, "__func__", value)
     code = getattr(function, "__code__", None)
     if code is not None:
-        return code.co_filename.startswith((_FOLDER, _TRANSFORMERS, *_PYTHON))
+        return code.co_filename.startswith(_FOLDERS) or code.co_filename in _FILES
     if isinstance(value, functools._lru_cache_wrapper):
         return _is_of_torch(value.__wrapped__)
     if isinstance(value, functools.partial):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sysconfig
 import traceback
+
+from .. import compat
 
 #: letters of a line that are shown
 _LONGEST = 120
@@ -28,6 +29,5 @@ def where(error: BaseException) -> str:
 
 def is_of_model(file: str) -> bool:
     """Whether a file is none of PyTorch's, Python's and this project's, and none that transformers' models share."""
-    is_pythons = file.startswith(sysconfig.get_path("stdlib")) and "/site-packages/" not in file
     is_shared = "/transformers/" in file and "/transformers/models/" not in file
-    return not (is_pythons or is_shared or "/torch/" in file or "/hf_fastpath/" in file)
+    return compat.is_elsewhere(file) and not is_shared
