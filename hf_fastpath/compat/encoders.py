@@ -61,7 +61,10 @@ def text_cache(cache: Any) -> Any:
 def text_embedding(model: Any) -> nn.Module | None:
     """Return the embedding of the tokens that a model generates, or None if its class does not tell."""
     if not has_encoder(model):
-        return model.get_input_embeddings()
+        try:
+            return model.get_input_embeddings()
+        except NotImplementedError:  # another module is where the class looks for it
+            return None
     decoder = text_decoder(model)
     own = getattr(decoder, "embed_tokens", None)
     if isinstance(own, nn.Embedding):

@@ -21,7 +21,7 @@ from ..quantization import replacing
 from ..reasons import Cause, named
 from ..recording.placed_part import RecordedAlone
 from ..recording.spread_part import RecordedOverRanks
-from .families import OF_PROJECTIONS, DescribedOrRecorded
+from .families import OF_FILES, DescribedOrRecorded
 from .plan import Binding, Declined, PatchPlan
 
 #: environment variable; if it is switched on, whole models are recorded even if an architecture file describes them
@@ -43,11 +43,11 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
     architecture, bindings, declined = _modules(model, options, known, no_kernels)
     reason = _loop_disabled(options)
     if not (compat.is_multimodal(model) or compat.has_encoder(model)):  # else the step is recorded in any case
-        reason = reason or _partial_reason([each for each in declined if each.reason not in OF_PROJECTIONS])
+        reason = reason or _partial_reason([each for each in declined if each.reason not in OF_FILES])
     family: Family | None = None
     whole: structure.ModelPart | None = None
     if reason is None:
-        family = _family(model, known, bindings, declined)
+        family = _family(model, known)
         whole = None if family is None else family.model_part(model)
         if whole is not None and whole.is_recorded and (function := compat.replaced_function(model)) is not None:
             reason = Cause("replaced_function", function)  # the recording, and the twin, would be of that function
@@ -55,7 +55,8 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
         if isinstance(family, DescribedOrRecorded):
             if whole is not None and whole.is_recorded:
                 declined = [] if reason is None else declined
-                reason = _partial_reason(declined) if reason in OF_PROJECTIONS else reason
+                if reason in OF_FILES:
+                    reason = _partial_reason(declined) or (reason if reason in _LASTING else None)
         elif whole is not None and whole.is_recorded and reason is not None:
             family = whole = None
         elif whole is not None and whole.is_recorded:  # stock code reads its prompts, and the loop all else
@@ -224,19 +225,13 @@ def _partial_reason(declined: list[Declined]) -> str | None:
     return missing or Cause("partial_patch", f"{reasons[0]}: {reasons[0].what}")
 
 
-def _family(
-    model: nn.Module, known: tuple[Architecture, ...], bindings: list[Binding], declined: list[Declined]
-) -> Family | None:
-    """Return the family of a whole model: its architecture; or the recorder if no module is of any architecture, or if
-    the model reads images or sound as well, or has an encoder."""
+def _family(model: nn.Module, known: tuple[Architecture, ...]) -> Family | None:
+    """Return the family of a whole model: its architecture, or the recorder; None if it decodes no text."""
     described = next((each for each in known if structure.model_part(each, model) is not None), None)
     if described is not None and not switches.is_on(RECORD):
         return DescribedOrRecorded(described, model)
-    if compat.is_multimodal(model) or compat.has_encoder(model):
-        return RecordedAlone(model)
-    if described is None and (bindings or declined):
-        return None
-    return RecordedAlone(model) if compat.is_decoder_alone(model) else None
+    is_known = compat.is_multimodal(model) or compat.has_encoder(model) or compat.is_decoder_alone(model)
+    return RecordedAlone(model) if is_known else None
 
 
 def _whole_reason(model: nn.Module, whole: structure.ModelPart | None) -> str | None:

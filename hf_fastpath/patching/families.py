@@ -9,15 +9,19 @@ from torch import nn
 from .. import compat
 from ..architecture import Architecture
 from ..decode.offloaded import Described
+from ..reasons import Cause
 from ..recording.placed_part import RecordedAlone
 
-#: reasons against a described step that are about what projections are: the model's own forward may run all the same
-OF_PROJECTIONS = frozenset({"adapter", "unsupported_projection", "quantized_format"})
+#: reasons that files have against models which the recorder may know all the same
+OF_FILES = frozenset(
+    "adapter unsupported_projection quantized_format unsupported_config unsupported_activation unsupported_head_dim "
+    "class_not_supported".split()
+)
 
 
 class DescribedOrRecorded:
-    """The family of a model that an architecture describes. Where the model's projections are none that the file knows
-    (adapters, another package's layers), its step is recorded, as the model then is.
+    """The family of a model that an architecture describes. Where the file does not know what the model has (adapters,
+    another package's layers, a class of the user's, an edited config), its step is recorded, as the model then is.
 
     Attributes:
         first: the part that was recorded when the model was looked at first; None once that is taken.
@@ -37,11 +41,11 @@ class DescribedOrRecorded:
         return self._described.module
 
     def model_part(self, model: nn.Module) -> Any:
-        """Return ``model`` in its roles as it is now, or None if it is not of the architecture's classes."""
+        """Return ``model`` in its roles as it is now, or None if neither the file nor the recorder knows it."""
         part = self._described.model_part(model)
-        reason = None if part is None else part.reason()
+        reason = Cause("class_not_supported", module=model) if part is None else part.reason()
         is_asked_about = reason == "quantized_format" and all(each.is_meta for each in model.parameters())
-        if reason not in OF_PROJECTIONS or is_asked_about or not compat.is_decoder_alone(model):
+        if reason not in OF_FILES or is_asked_about or not compat.is_decoder_alone(model):
             return part  # what packages keep in place of quantized weights is known only once they are there
         made = self._recorded.part_instead(model, reason)
         self.first = self.first or made

@@ -105,5 +105,9 @@ def _has_layers_of_ours(model: nn.Module, plan: PatchPlan) -> bool:
     layers = getattr(decoders[0].module, architecture.layers)
     attentions = [getattr(layer, architecture.layer.attention, None) for layer in layers]
     places = [getattr(each, "layer_idx", place) for place, each in enumerate(attentions)]
-    is_ours = all(KEY in vars(layer) or KEY in vars(each) for layer, each in zip(layers, attentions))
+    is_ours = all(_is_of_ours(layer) or _is_of_ours(each) for layer, each in zip(layers, attentions))
     return is_ours and places == list(range(len(windows)))
+
+
+def _is_of_ours(module: Any) -> bool:
+    return KEY in getattr(module, "__dict__", ())

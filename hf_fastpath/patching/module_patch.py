@@ -18,7 +18,7 @@ from ..decode.structure import DecoderPart
 from ..native import loader
 from ..reasons import Cause
 from ..registry import FLOAT_DTYPES
-from .families import OF_PROJECTIONS
+from .families import OF_FILES
 
 Part = NormPart | FeedForwardPart | AttentionPart | LayerPart | HeadPart | DecoderPart
 #: where a patched module keeps its ModulePatch
@@ -97,6 +97,6 @@ def stock(module: nn.Module, reason: str | None, *args: Any, **kwargs: Any) -> A
     A module without a patch runs it too: other code may have wrapped our forward and may hold it after ``unpatch()``.
     """
     patch: ModulePatch | None = vars(module).get(KEY)
-    if patch is not None and reason not in _UNCOUNTED and not (reason in OF_PROJECTIONS and _decodes(patch.state)):
+    if patch is not None and reason not in _UNCOUNTED and not (reason in OF_FILES and _decodes(patch.state)):
         patch.state.fall_back(reason)
     return type(module).forward(module, *args, **kwargs)

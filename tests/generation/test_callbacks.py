@@ -123,7 +123,7 @@ CHANGES: dict[Callable, str | None] = {
     data: None,
     values: None,
     module: None,
-    other_module: "unsupported_activation",
+    other_module: None,
     embedding: None,
     training: None,
     forward: "instance_forward",

@@ -11,8 +11,8 @@ def test_gpt2_activations(activation, device):
     assert_variant_right("gpt2", device, activation_function=activation)
 
 
-def test_gpt2_unsupported_activation_runs_stock(device):
-    assert_variant_right("gpt2", device, fast=False, reason="declined", activation_function="tanh")
+def test_gpt2_another_activation(device):
+    assert_variant_right("gpt2", device, activation_function="tanh")
 
 
 def test_gpt2_scales_scores_by_layer(device):
@@ -23,8 +23,8 @@ def test_gpt2_unscaled_scores(device):
     assert_variant_right("gpt2", device, scale_attn_weights=False)
 
 
-def test_gpt2_reordered_attention_runs_stock(device):
-    assert_variant_right("gpt2", device, fast=False, reason="declined", reorder_and_upcast_attn=True)
+def test_gpt2_reordered_attention(device):
+    assert_variant_right("gpt2", device, reorder_and_upcast_attn=True)
 
 
 def test_gpt2_untied_head(device):

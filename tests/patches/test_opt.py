@@ -21,13 +21,13 @@ def test_opt_separate_head(device):
     assert_variant_right("opt", device, tie_word_embeddings=False)
 
 
-def test_opt_norms_behind_attention_and_mlp_run_stock(device):
-    assert_variant_right("opt", device, fast=False, reason="declined", do_layer_norm_before=False)
+def test_opt_norms_behind_attention_and_mlp(device):
+    assert_variant_right("opt", device, do_layer_norm_before=False)
 
 
-def test_opt_without_final_norm_runs_stock(device):
-    assert_variant_right("opt", device, fast=False, reason="unsupported_config", _remove_final_layer_norm=True)
+def test_opt_without_final_norm(device):
+    assert_variant_right("opt", device, _remove_final_layer_norm=True)
 
 
-def test_opt_projected_embeddings_run_stock(device):
-    assert_variant_right("opt", device, fast=False, reason="unsupported_config", word_embed_proj_dim=64)
+def test_opt_projected_embeddings(device):
+    assert_variant_right("opt", device, word_embed_proj_dim=64)

@@ -80,12 +80,15 @@ def test_unsupported_model_raises_and_says_what_it_is(make, first, rest):
 
 def test_partial_coverage_warns():
     require_native(CPU)
-    model = build("gpt2")
-    model.transformer.h[1].mlp.act = nn.Tanh()
-    with logged("unsupported_activation.*What helps: unsupported_activation: nothing to set"):
+    model = build("gpt2", n_embd=84, n_head=4)  # an odd head_dim
+    with logged("unsupported_head_dim.*What helps: unsupported_head_dim: nothing to set"):
         hf_fastpath.patch(model, quiet=True)
     report = hf_fastpath.report(model)
-    assert report.loop == "partial_patch" and report.patched["mlp"] == 1 and any("mlp" in d for d in report.declined)
+    assert (
+        report.loop == "partial_patch"
+        and report.patched == {"mlp": 2}
+        and any("attention" in d for d in report.declined)
+    )
     assert_equal_generation(model, hf_fastpath.unpatch(copy.deepcopy(model)), fast=False)
     with pytest.raises(UnsupportedModelError, match="strict=True"):
         hf_fastpath.patch(hf_fastpath.unpatch(model), strict=True, quiet=True)
@@ -108,7 +111,7 @@ def test_base_model_and_classifier_get_their_modules_patched(device):
                 torch.testing.assert_close(a, b)
 
 
-def test_subclass_of_a_known_class_keeps_stocks_loop_and_says_so(device):
+def test_subclass_of_a_known_class(device):
     require_native(device)
     stock = build("llama").to(device)
 
@@ -118,8 +121,8 @@ def test_subclass_of_a_known_class_keeps_stocks_loop_and_says_so(device):
 
     stock.__class__ = Own
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-    assert hf_fastpath.report(ours).loop == "class_not_supported"
-    assert_equal_generation(ours, stock, fast=False)
+    assert hf_fastpath.report(ours).loop == "fast"
+    assert_equal_generation(ours, stock, fast=True)
 
 
 @pytest.mark.parametrize("ops", ("norm", ("mlp", "norm"), ("attention",), ["layer", "loop"], "loop"))
@@ -163,8 +166,7 @@ def test_layers_in_another_order(architecture, device):
         layers = model.transformer.h if architecture == "gpt2" else model.model.layers
         layers[0], layers[1] = layers[1], layers[0]
     for options in ({}, dict(num_beams=2)):
-        assert_equal_generation(ours, stock, fast=False, **options)
-    assert "layer_idx is [1, 0" in str(hf_fastpath.report(ours))
+        assert_equal_generation(ours, stock, fast=True, **options)
 
 
 def test_max_batch_size(device):

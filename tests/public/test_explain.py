@@ -106,7 +106,7 @@ def test_explain_layers_of_two_head_sizes():
 
 
 STOCK = {
-    "activation": (dict(hidden_act="tanh"), "partial_patch", "unsupported_activation"),
+    "head_dim": (dict(head_dim=514), "partial_patch", "unsupported_head_dim"),
     "rope": (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic_rope", ""),
 }
 

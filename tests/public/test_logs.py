@@ -22,14 +22,9 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 
 def partly_stock(architecture: str = "gpt2") -> nn.Module:
-    """Make a model of which patch() leaves one module to stock code, and warns."""
+    """Make a model of which patch() leaves attention to stock code, and warns."""
     require_native(CPU)
-    model = build(architecture)
-    if architecture == "gpt2":
-        model.transformer.h[1].mlp.act = nn.Tanh()
-    else:
-        model.model.layers[0].mlp.act_fn = nn.ELU()
-    return model
+    return build(architecture, **(dict(n_embd=84, n_head=4) if architecture == "gpt2" else dict(head_dim=514)))
 
 
 @pytest.fixture
@@ -74,7 +69,7 @@ def test_warnings_follow_the_verbosity(architecture, level, verbosity, capsys):
     assert logs.logger.getEffectiveLevel() == level
     hf_fastpath.patch(model, quiet=True)
     said = capsys.readouterr()
-    assert said.out == "" and ("keep stock code (unsupported_activation)" in said.err) == (level <= 30)
+    assert said.out == "" and ("keep stock code (unsupported_head_dim)" in said.err) == (level <= 30)
     assert "[transformers]" not in said.err
 
 
@@ -168,5 +163,5 @@ def test_the_variable_of_transformers(level, warned, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tests)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 0 and result.stdout == "", result.stderr
-    assert ("hf_fastpath: 2 modules keep stock code" in result.stderr) == warned
+    assert ("hf_fastpath: 4 modules keep stock code" in result.stderr) == warned
     assert "hf_fastpath on gpt2" in result.stderr

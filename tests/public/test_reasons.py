@@ -153,8 +153,8 @@ def unsupported_platform(monkeypatch):
 
 
 def unsupported_activation(monkeypatch):
-    model = build("llama")
-    mlp_of(model).act_fn = nn.Tanh()
+    model = build("llama").model  # which generates nothing, and is therefore not recorded
+    model.layers[0].mlp.act_fn = nn.Tanh()
     return declined(model)
 
 
@@ -400,7 +400,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "other_rank": other_rank,
     "custom_sample": custom_sample,
     "compile_config": lambda: generating(compile_config=CompileConfig()),
-    "partial_patch": unsupported_activation,
+    "partial_patch": lambda: declined(build("gpt2", n_embd=84, n_head=4)),
     "busy": busy,
     "custom_streamer": lambda: generating(streamer=Deaf()),
     "custom_stopping_criteria": lambda: generating(stopping_criteria=StoppingCriteriaList([stop])),
@@ -486,7 +486,7 @@ NAMES = {
     "no_native_library": "model.layers.0.mlp: LlamaMLP",
     "unsupported_platform": "device cpu",
     "unsupported_device": "quantized weights on meta",
-    "unsupported_activation": "model.layers.0.mlp.act_fn: Tanh",
+    "unsupported_activation": "layers.0.mlp.act_fn: Tanh",
     "unsupported_head_dim": "model.layers.0.self_attn: LlamaAttention, head_dim=514",
     "unsupported_projection": "model.layers.0.mlp.up_proj: test_reasons.Adapted",
     "adapter": "model.layers.0.mlp.up_proj: peft.tuners.lora.layer.Linear",
@@ -524,7 +524,7 @@ NAMES = {
     "generation_method": "_update_model_kwargs_for_generation is ",
     "other_rank": "rank 1",
     "custom_sample": "_sample",
-    "partial_patch": "unsupported_activation: model.layers.0.mlp.act_fn: Tanh",
+    "partial_patch": "unsupported_head_dim: transformer.h.0.attn: GPT2Attention, head_dim=21",
     "custom_streamer": "test_reasons.Deaf",
     "custom_stopping_criteria": "test_reasons.stop",
     "custom_logits_processor": "test_reasons.<lambda>",

@@ -82,7 +82,7 @@ CHANGES = {
     "dynamic quantization": (quantize_dynamic, ""),
     "adapters": (replaced(Lora), "adapter"),
     "a hook": (lambda m: m.model.layers[0].mlp.register_forward_hook(lambda *_: None), "hooks"),
-    "activation": (lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.Tanh()), "partial_patch"),
+    "activation": (lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.Tanh()), ""),
 }
 
 
