@@ -27,7 +27,7 @@ def _switch():
     return encoder_decoder_types.small_model("switch_transformers", num_sparse_decoder_layers=1)
 
 
-def _strange_llama():
+def _of_its_own():
     """Make a subclass with layers of its own."""
     model = build("llama")
     of_its_own = {type(module) for module in model.modules() if type(module).__module__ == type(model).__module__}
@@ -56,7 +56,6 @@ UNSUPPORTED = {
         "it belongs to the model",
     ),
     "module": (lambda: nn.Linear(4, 4), "Linear is no transformers model", "hf_fastpath info"),
-    "subclass": (_strange_llama, "the recorded step of a small MyLlamaForCausalLM does not", "it belongs to the model"),
     "other forwards": (
         _other_forwards,
         "instance_forward in this LlamaForCausalLM, model.layers.0",
@@ -111,15 +110,22 @@ def test_base_model_and_classifier_get_their_modules_patched(device):
                 torch.testing.assert_close(a, b)
 
 
-def test_subclass_of_a_known_class(device):
-    require_native(device)
-    stock = build("llama").to(device)
+def _with_a_method():
+    model = build("llama")
 
-    class Own(type(stock)):
+    class Own(type(model)):
         def prepare_inputs_for_generation(self, input_ids, **kwargs):
             return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
-    stock.__class__ = Own
+    model.__class__ = Own
+    return model
+
+
+@pytest.mark.parametrize("make", (_of_its_own, _with_a_method))
+def test_subclass_of_a_known_class(make, device):
+    """The file of the known class is no gate: the step is recorded."""
+    require_native(device)
+    stock = make().to(device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     assert hf_fastpath.report(ours).loop == "fast"
     assert_equal_generation(ours, stock, fast=True)
