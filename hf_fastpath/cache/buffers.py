@@ -151,7 +151,7 @@ class BufferedLayer(EditableLayer):
         else:
             stored = keys, values
         ring = self._ring_capacity()
-        capacity = -(-count // CAPACITY_STEP) * CAPACITY_STEP
+        capacity = self._grown(count)
         like = [states if is_quantized(dtype) else states.to(dtype) for states in stored]
         made = self._allocate(keys.shape[0], capacity if ring is None else min(capacity, ring), like)
         first = self._length - count if self.is_sliding else 0
@@ -220,13 +220,17 @@ class BufferedLayer(EditableLayer):
             if self._has_views or (self.is_kept and ring is not None and self._loses(needed)):
                 self._resize(self.capacity)
             return self.k_buffer is not before
+        grown = self._grown(needed)
+        self._resize(grown if ring is None else min(grown, ring))
+        return True
+
+    def _grown(self, needed: int) -> int:
+        """Return the capacity of buffers that have to hold so many positions."""
         if needed < self.expected_length:
             grown = min(self.expected_length, needed + needed // 4)
         else:
             grown = max(needed, self.capacity + self.capacity // 4)
-        grown = -(-grown // CAPACITY_STEP) * CAPACITY_STEP
-        self._resize(grown if ring is None else min(grown, ring))
-        return True
+        return -(-grown // CAPACITY_STEP) * CAPACITY_STEP
 
     def _take_all(self) -> None:
         if self._loose and not self.take():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..ops.kv_cache import SCALE_DTYPE, is_quantized
-from .buffers import BUFFERS, BufferedLayer
+from .buffers import BUFFERS, KV_DTYPES, BufferedLayer
 
 
 class FastpathLayer(BufferedLayer):
@@ -115,6 +115,11 @@ class FastpathLayer(BufferedLayer):
                 "FastpathCache does not record gradients: run under torch.no_grad(), or train with use_cache=False "
                 "or a transformers DynamicCache"
             )
+        if self._may_wait(key_states, value_states):
+            loose = {"_loose": {0: key_states, 1: value_states}, "_copies": frozenset()}
+            kind = {"dtype": key_states.dtype, "device": key_states.device, "is_initialized": True}
+            vars(self).update(_length=key_states.shape[2], oldest=0, **loose, **kind)
+            return key_states, value_states
         self.prepare(key_states, value_states)
         shapes = [(*states.shape[:2], states.shape[3]) for states in (key_states, value_states)]
         dtype = torch.promote_types(key_states.dtype, value_states.dtype)
@@ -132,6 +137,22 @@ class FastpathLayer(BufferedLayer):
         elif seen is None:
             seen = self._newest(self._length)
         return seen[0].to(key_states.dtype), seen[1].to(value_states.dtype)
+
+    def _may_wait(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether the first states may stay what they are until something follows them, as if a user had assigned them:
+        nothing else lies in their memory, and storing them changes nothing."""
+        if (
+            type(self) is not FastpathLayer
+            or self.has_buffers
+            or self._loose
+            or self.is_sliding
+            or self.kv_dtype is not None
+            or self._length
+        ):
+            return False
+        if keys.dtype != values.dtype or keys.shape[:3] != values.shape[:3] or keys.device != values.device:
+            return False
+        return keys.dtype in KV_DTYPES and all(map(_owns_memory, (keys, values)))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the positions that ``update`` will return for ``query_length`` new tokens."""
@@ -204,7 +225,7 @@ class FastpathLayer(BufferedLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.is_initialized:
-            beam_idx = beam_idx.to(self.k_buffer.device)
+            beam_idx = beam_idx.to((self._loose.get(0) if self._loose else self.k_buffer).device)
             self._map_batch(lambda states: states.index_select(0, beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -232,3 +253,7 @@ class FastpathLayer(BufferedLayer):
     def __repr__(self) -> str:
         window = f", window {self.sliding_window}" if self.is_sliding else ""
         return f"FastpathLayer({self._length} of {self.capacity} slots{window})"
+
+
+def _owns_memory(states: torch.Tensor) -> bool:
+    return not states.is_inference() and states.untyped_storage().nbytes() == states.nbytes

@@ -121,12 +121,14 @@ class PlanCache:
 
     def plan_of(self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
         """Do as :meth:`decode_plan`, for the lengths of the text that ``part`` serves."""
+        cache.take()
         key = batch, cache.stored_dtype, sampled, cache.page_sizes
         fits = lambda plan: (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, DecodePlan, fits, lambda: DecodePlan(part, *key))
 
     def draft_plan(self, part: structure.ModelPart, cache: FastpathCache, width: int) -> DraftPlan:
         """Do as :meth:`decode_plan` for drafts of one sequence; ``width`` is one of ``draft_plan.WIDTHS``."""
+        cache.take()
         key = cache.stored_dtype, width, cache.page_sizes
         fits = lambda plan: (plan.kv_dtype, plan.query_len, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, DraftPlan, fits, lambda: DraftPlan(part, *key))
