@@ -97,7 +97,7 @@ def decode(
     # only the way to draft is not ours: the modules' forwards read such drafts, over our cache
     is_read_by_ours = reason == "generation_mode" and not part.is_recorded
     named |= dict(tokenizer=tokenizer, **(model_kwargs if is_read_by_ours else for_stock(model_kwargs)))
-    return by_stock(state, input_ids, lambda: original(model, input_ids, **named))
+    return by_stock(state, input_ids, lambda: original(model, input_ids, **named), needs_modules=is_read_by_ours)
 
 
 def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer: Any) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from ..options import Options
@@ -47,6 +48,9 @@ class Patched(Protocol):
     @property
     def generates(self) -> bool:
         """Whether the model's ``generate()`` passes through our code, even if only to be counted."""
+
+    def aside(self, model: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+        """Let the model's modules run stock's forwards for the length of a ``with`` block, unless ours are faster."""
 
     def fall_back(self, reason: str) -> None:
         """Count a call of stock code.

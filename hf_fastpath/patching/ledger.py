@@ -64,6 +64,29 @@ class Ledger:
         """Put a bound method in place, as :meth:`put`."""
         self.put(module, name, MethodType(function, module))
 
+    @property
+    def num_forwards(self) -> int:
+        """How many modules have forwards of ours."""
+        return sum(name in compat.FORWARD_ATTRIBUTES for _, name, _ in self._entries)
+
+    def take_forwards_out(self) -> list[tuple[nn.Module, str, Any]]:
+        """Let modules have the forwards that they had before; return (module, attribute, forward of ours)."""
+        out = []
+        for module, name, previous in self._entries:
+            held = vars(module).get(name)
+            if name == "forward" and _is_ours(held):
+                out.append((module, name, held))
+                _restore(vars(module), name, previous)
+        return out
+
+    def put_forwards_back(self, out: list[tuple[nn.Module, str, Any]]) -> None:
+        """Undo :meth:`take_forwards_out`, but for modules that were unpatched or have got other forwards since."""
+        known = {(id(module), name): previous for module, name, previous in self._entries}
+        for module, name, ours in out:
+            previous = known.get((id(module), name), self)
+            if previous is not self and vars(module).get(name, _ABSENT) is previous:
+                vars(module)[name] = ours
+
     def before(self, module: nn.Module) -> dict[str, Any]:
         """Return a copy of the module's ``__dict__`` as it was before anything was put into it."""
         contents = dict(vars(module))

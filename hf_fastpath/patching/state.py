@@ -18,6 +18,7 @@ from ..forks import after_fork
 from ..native.huge_pages import Move
 from ..options import Options
 from ..stats import Stats
+from .aside import Aside
 from .ledger import Ledger
 from .plan import PatchPlan
 
@@ -58,6 +59,7 @@ class PatchState:
         door: the lock that calls of ``generate()`` pass; patch() and unpatch() hold it while they change the model.
         waiting: threads that wait at the door and are not in yet.
         texts: what each thread's forward is of.
+        aside: takes our forwards out of the modules while stock's loop runs.
         has_trained: whether a forward with gradients has run. From then on forwards over whole texts run stock code,
             with and without gradients, so that a log-probability is the same in both.
     """
@@ -76,6 +78,7 @@ class PatchState:
     has_trained: bool = False
 
     def __post_init__(self) -> None:
+        self.aside = Aside(self.ledger)
         _states.add(self)
 
     @property
@@ -132,6 +135,7 @@ class PatchState:
         """Forget what threads of another process held and did."""
         self.door, self.waiting = threading.RLock(), set()
         self.plans.forget_other_threads()
+        self.aside.forget_other_threads()
         self.stats.renew_lock()
 
 

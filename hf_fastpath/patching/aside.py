@@ -1,0 +1,66 @@
+"""Modules step aside: our forwards are out of them while a loop of stock code runs that is not faster with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .ledger import Ledger
+
+#: mean bytes of weights of a patched module on a CPU from which on our forwards gain more than Python's calls cost
+LEAST_BYTES = 8 << 20
+
+
+class Aside:
+    """The forwards of one model's modules that are out of them now, and how many calls want them so.
+
+    Threads that read a prompt meanwhile run stock's forwards, which give the same.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._lock = threading.Lock()
+        self._count = 0
+        self._out: list[tuple[nn.Module, str, Any]] = []
+
+    @contextmanager
+    def __call__(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        """Let the model's modules run stock's forwards for the length of a ``with`` block, unless ours are faster.
+
+        Args:
+            device: of the call's tokens.
+        """
+        if not self._ledger.num_forwards or not self._is_slower(model, device):
+            yield
+            return
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                self._out = self._ledger.take_forwards_out()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+                if self._count == 0:
+                    self._put_back()
+
+    def forget_other_threads(self) -> None:
+        """Put the forwards back that threads of another process have taken out."""
+        self._lock, self._count = threading.Lock(), 0
+        self._put_back()
+
+    def _put_back(self) -> None:
+        out, self._out = self._out, []
+        self._ledger.put_forwards_back(out)
+
+    def _is_slower(self, model: nn.Module, device: torch.device) -> bool:
+        """Whether stock's forwards in stock's loop are faster than ours: always on a GPU, which waits for the host."""
+        if device.type != "cpu":
+            return True
+        return sum(each.nbytes for each in model.parameters()) < LEAST_BYTES * self._ledger.num_forwards
