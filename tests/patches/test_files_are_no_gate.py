@@ -11,6 +11,7 @@ import torch
 from causal_lm_types import small_model
 from models import CPU, build, counting, require_native
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
@@ -62,7 +63,7 @@ def adapted(model: nn.Module, merged: bool) -> None:
     found = {
         name.rpartition(".")[2]
         for name, each in model.named_modules()
-        if (isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D") and each is not model.get_output_embeddings()
+        if isinstance(each, (nn.Linear, Conv1D)) and each is not model.get_output_embeddings()
     }
     config = peft.LoraConfig(r=3, lora_alpha=8, target_modules=[*found], init_lora_weights=False)
     wrapped = peft.get_peft_model(model, config).eval()

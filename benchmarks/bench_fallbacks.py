@@ -1,0 +1,120 @@
+"""Calls that a plan cannot serve, and loops of the user's own: a patched model beside stock, on small models.
+
+    python benchmarks/bench_fallbacks.py --csv
+    python benchmarks/bench_fallbacks.py --models llama --sizes 2x128 12x512 --rounds 20
+
+A size is layers x features. Each way to generate 24 tokens behind 16 runs in turns, stock and patched; "speed" is
+stock's time by ours, of the least of all rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Glm4Config, LlamaConfig
+
+import hf_fastpath
+from hf_fastpath import compat
+from hf_fastpath.bench import measure
+
+PROMPT, NEW = 16, 24
+CONFIGS: dict[str, Callable[..., Any]] = {"llama": LlamaConfig, "glm4": Glm4Config}
+#: options of ``generate()`` for which stock's loop runs, and plain calls
+OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "plain": lambda model: {},
+    "attentions": lambda model: {"output_attentions": True, "return_dict_in_generate": True},
+    "hidden states": lambda model: {"output_hidden_states": True, "return_dict_in_generate": True},
+    "no cache": lambda model: {"use_cache": False},
+    "DynamicCache": lambda model: {compat.CACHE: DynamicCache(config=model.config)},
+    "static cache": lambda model: {"cache_implementation": "static", "disable_compile": True},
+    "guidance": lambda model: {"guidance_scale": 1.5},
+}
+
+
+def model_of(name: str, layers: int, width: int) -> Any:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, vocab_size=500)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=width // 4)
+    return AutoModelForCausalLM.from_config(CONFIGS[name](**sizes, **heads, pad_token_id=0, eos_token_id=None)).eval()
+
+
+def generated(model: Any, ids: torch.Tensor, way: str) -> None:
+    model.generate(ids, max_new_tokens=NEW, do_sample=False, **OPTIONS[way](model))
+
+
+@torch.no_grad()
+def own_loop(model: Any, ids: torch.Tensor, way: str) -> None:
+    """As people write it: one forward a token, over the cache that the first forward gives, or that is given."""
+    given = {compat.CACHE: DynamicCache(config=model.config)} if way == "own loop, DynamicCache" else {}
+    for _ in range(NEW):
+        found = model(ids, use_cache=True, **given)
+        given = {compat.CACHE: found[compat.CACHE]}
+        ids = found.logits[:, -1:].argmax(-1)
+
+
+@torch.no_grad()
+def forward(model: Any, ids: torch.Tensor, way: str) -> None:
+    model(ids, use_cache=False)
+
+
+WAYS: dict[str, Callable[[Any, torch.Tensor, str], None]] = dict.fromkeys(OPTIONS, generated)
+WAYS |= {"own loop": own_loop, "own loop, DynamicCache": own_loop, "forward": forward}
+
+
+def rows_of(name: str, size: str, rounds: int, device: torch.device) -> list[dict[str, object]]:
+    layers, width = map(int, size.split("x"))
+    stock = model_of(name, layers, width).to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    ids = torch.randint(3, 400, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
+    rows = []
+    for way, run in WAYS.items():
+        times: dict[str, list[float]] = {"stock": [], "ours": []}
+        for turn in range(rounds + 2):
+            for which, model in (("stock", stock), ("ours", ours)):
+                started = time.perf_counter()
+                run(model, ids, way)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                if turn > 1:  # the first two turns record, build and capture
+                    times[which].append((time.perf_counter() - started) * 1000)
+        least = {which: min(each) for which, each in times.items()}
+        found = {f"{which}_ms": round(each, 3) for which, each in least.items()}
+        rows.append(
+            {"model": name, "size": size, "way": way, **found, "speed": round(least["stock"] / least["ours"], 3)}
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = dict(prog=Path(__file__).name, description=__doc__)
+    parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(CONFIGS), choices=CONFIGS)
+    parser.add_argument("--sizes", nargs="+", default=["2x128", "6x256", "12x512"])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--device", default="cpu")
+    measure.add_csv_argument(parser)
+    given = parser.parse_args(argv)
+    device = torch.device(given.device)
+    path = measure.chosen_csv(given.csv, "fallbacks", device)
+    warnings.simplefilter("ignore")
+    for name in given.models:
+        for size in given.sizes:
+            rows = rows_of(name, size, given.rounds, device)
+            for row in rows:
+                print(
+                    "{model:6} {size:7} {way:24} {stock_ms:9.2f} ms, ours {ours_ms:9.2f} ms: {speed:.2f}".format(**row)
+                )
+            if path is not None:
+                measure.append_csv(path, [measure.environment(device) | row for row in rows])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,127 @@
+"""In calls of stock's loop, modules step aside where our forwards would be slower, and come back."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from models import CPU, build, counting, prompt, require_native
+
+import hf_fastpath
+from hf_fastpath.patching import aside, forwards
+from hf_fastpath.patching.state import state_of
+
+FORWARDS = str(Path(forwards.__file__))
+#: a call that a plan cannot serve
+ASKS = dict(max_new_tokens=6, do_sample=False, output_attentions=True, return_dict_in_generate=True)
+
+
+@pytest.fixture
+def pair():
+    require_native(CPU)
+    stock = build("llama")
+    return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+
+
+def frames(call) -> int:
+    """Return how many functions of our forwards a call enters."""
+    found = []
+    sys.setprofile(lambda frame, event, _: event == "call" and found.append(frame.f_code.co_filename == FORWARDS))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return sum(found)
+
+
+def bound(model) -> list[str]:
+    return [name for name, each in model.named_modules() if "forward" in vars(each)]
+
+
+class Stopper:
+    """A streamer that does something at the third token."""
+
+    def __init__(self, do):
+        self.do, self.count = do, 0
+
+    def put(self, tokens):
+        self.count += 1
+        if self.count == 3:
+            self.do()
+
+    def end(self):
+        pass
+
+
+def test_no_frame_of_ours(pair, monkeypatch):
+    stock, ours = pair
+    before = bound(ours)
+    with counting(ours) as counts:
+        assert frames(lambda: ours.generate(prompt(CPU), **ASKS)) == 0
+    assert counts.fallback == 6 and counts.reasons == {"attention_outputs": 1}
+    assert bound(ours) == before != []
+    assert torch.equal(ours.generate(prompt(CPU), **ASKS).sequences, stock.generate(prompt(CPU), **ASKS).sequences)
+    monkeypatch.setattr(aside, "LEAST_BYTES", 0)  # as of weights whose reading takes longer than Python's calls
+    assert frames(lambda: ours.generate(prompt(CPU), **ASKS)) > 6 * len(before) / 2
+
+
+def test_of_modules_alone_nothing_steps_aside():
+    """The user has chosen them."""
+    require_native(CPU)
+    ours = hf_fastpath.patch(build("llama"), ops=("mlp", "attention"), quiet=True)
+    assert frames(lambda: ours.generate(prompt(CPU), **ASKS)) > 0
+
+
+def test_a_call_that_is_broken_off(pair):
+    _, ours = pair
+    before = bound(ours)
+
+    def interrupt():
+        assert not bound(ours)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ours.generate(prompt(CPU), **ASKS, streamer=Stopper(interrupt))
+    assert bound(ours) == before
+
+
+def test_a_model_that_is_unpatched_meanwhile(pair):
+    stock, ours = pair
+    ours.generate(prompt(CPU), **ASKS, streamer=Stopper(lambda: hf_fastpath.unpatch(ours)))
+    assert not bound(ours) and state_of(ours) is None
+    hf_fastpath.patch(ours, quiet=True)
+    assert bound(ours)
+
+
+def test_a_forward_that_the_user_puts_in_meanwhile(pair):
+    _, ours = pair
+    mlp, own = ours.model.layers[0].mlp, lambda x: x
+    ours.generate(prompt(CPU), **ASKS, streamer=Stopper(lambda: setattr(mlp, "forward", own)))
+    assert mlp.forward is own and "forward" in vars(ours.model.layers[1].mlp)
+    hf_fastpath.unpatch(ours)
+    assert mlp.forward is own
+
+
+def test_two_calls_at_once(pair):
+    """The forwards come back with the last of them."""
+    _, ours = pair
+    before, inside, go_on = bound(ours), threading.Event(), threading.Event()
+
+    def wait():
+        inside.set()
+        assert go_on.wait(60)
+
+    first = threading.Thread(target=lambda: ours.generate(prompt(CPU), **ASKS, streamer=Stopper(wait)))
+    first.start()
+    assert inside.wait(60)
+    ours.generate(prompt(CPU), **ASKS)
+    assert not bound(ours)
+    fast = ours.generate(prompt(CPU), max_new_tokens=6, do_sample=False)
+    go_on.set()
+    first.join()
+    assert bound(ours) == before
+    assert torch.equal(fast, ours.generate(prompt(CPU), max_new_tokens=6, do_sample=False))
