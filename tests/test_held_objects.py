@@ -105,16 +105,6 @@ def test_another_type(way):
     assert places(found) == [5]
 
 
-def test_sizes_alone(way):
-    found, space = HeldObjects(), {"a": 1}
-    found.size_of(space)
-    space["a"] = 2
-    assert places(found) == []
-    space["b"] = 2
-    ((container, now, before),) = found.differing()
-    assert container is space and (now, before) == ([2], [1])
-
-
 def test_values_that_may_be_any(way):
     space = {"a": 1, "b": 2, "c": 3}
     found = held([space], but_for={"b"})

@@ -7,10 +7,11 @@ using Object = void;
 namespace {
 
 
-enum Kind : uint8_t { ITEMS_OF_DICT = 0, SIZE_OF_DICT = 1, LIST = 2, ATTRIBUTES = 3 };
+enum Kind : uint8_t { ITEMS_OF_DICT = 0, LIST = 1, ATTRIBUTES = 2, CHOSEN_ITEMS = 3 };
 
 struct Python {
   intptr_t (*dict_size)(Object*);
+  Object* (*item_of_dict)(Object*, Object*);
   int (*next_of_dict)(Object*, intptr_t*, Object**, Object**);
   intptr_t (*list_size)(Object*);
   Object* (*list_item)(Object*, intptr_t);
@@ -26,6 +27,13 @@ bool has_items(const Python& python, Object* dict, int64_t size, Object* const* 
   for (int64_t item = 0; item < size; ++item, before += 2)
     if (!python.next_of_dict(dict, &place, &key, &value) || key != before[0] || (before[1] && value != before[1]))
       return false;
+  return true;
+}
+
+// As has_items(), of some keys; a null pointer ends them.
+bool has_chosen_items(const Python& python, Object* dict, Object* const* before) {
+  for (; before[0]; before += 2)
+    if (python.item_of_dict(dict, before[0]) != before[1]) return false;
   return true;
 }
 
@@ -47,7 +55,8 @@ bool has_attributes(const Python& python, Object* object, Object* const* before)
 // Returns the first container from `begin` on that does not hold what it held; `count` if all do. To be called by a
 // thread that holds Python's lock.
 //
-// python      PyDict_Size, PyDict_Next, PyList_Size, PyList_GetItem, PyObject_GenericGetDict, PyObject_Type, Py_DecRef.
+// python      PyDict_Size, PyDict_GetItem, PyDict_Next, PyList_Size, PyList_GetItem, PyObject_GenericGetDict,
+//             PyObject_Type and Py_DecRef.
 // containers  `count` dicts, lists and objects that have a dict of attributes, of the given kinds, with their sizes.
 // before      the objects of all containers; those of container i begin at starts[i].
 extern "C" __attribute__((visibility("default"))) int64_t hf_fastpath_first_changed(
@@ -61,10 +70,13 @@ extern "C" __attribute__((visibility("default"))) int64_t hf_fastpath_first_chan
     }
     const bool is_list = kinds[i] == LIST;
     if ((is_list ? python->list_size(container) : python->dict_size(container)) != sizes[i]) return i;
-    if (kinds[i] == SIZE_OF_DICT) continue;
     Object* const* held = before + starts[i];
-    if (!(is_list ? has_entries(*python, container, sizes[i], held) : has_items(*python, container, sizes[i], held)))
+    if (kinds[i] == CHOSEN_ITEMS) {
+      if (!has_chosen_items(*python, container, held)) return i;
+    } else if (!(is_list ? has_entries(*python, container, sizes[i], held)
+                         : has_items(*python, container, sizes[i], held))) {
       return i;
+    }
   }
   return count;
 }

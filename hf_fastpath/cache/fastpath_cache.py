@@ -62,6 +62,7 @@ class FastpathCache(Cache):
         self._seq_lens: tuple[tuple, torch.Tensor] | None = None
         self.expected_length = 0
         self.is_kept = False  # True while a forward runs that leaves no trace if it fails
+        self.reads_prompt = False  # True while generate() reads a prompt, whose tensors nobody else holds
         self.is_dropped = False  # True if nobody reads this cache once the call of generate() that made it has ended
         #: transformers' own cache, empty, in whose place a call of generate() has made this one
         self.stands_for: DynamicCache | None = None
@@ -128,7 +129,19 @@ class FastpathCache(Cache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         self._grow(layer_idx + 1)
+        if self.reads_prompt and isinstance(layer := self.layers[layer_idx], FastpathLayer):
+            if layer.wait_for_more(key_states, value_states):
+                return key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @contextmanager
+    def reading_prompt(self) -> Iterator[None]:
+        """Let the first keys and values of layers wait for more, for the length of a ``with`` block."""
+        self.reads_prompt = True
+        try:
+            yield
+        finally:
+            self.reads_prompt = False
 
     def _grow(self, num_layers: int) -> None:
         while len(self.layers) < num_layers:

@@ -115,11 +115,6 @@ class FastpathLayer(BufferedLayer):
                 "FastpathCache does not record gradients: run under torch.no_grad(), or train with use_cache=False "
                 "or a transformers DynamicCache"
             )
-        if self._may_wait(key_states, value_states):
-            loose = {"_loose": {0: key_states, 1: value_states}, "_copies": frozenset()}
-            kind = {"dtype": key_states.dtype, "device": key_states.device, "is_initialized": True}
-            vars(self).update(_length=key_states.shape[2], oldest=0, **loose, **kind)
-            return key_states, value_states
         self.prepare(key_states, value_states)
         shapes = [(*states.shape[:2], states.shape[3]) for states in (key_states, value_states)]
         dtype = torch.promote_types(key_states.dtype, value_states.dtype)
@@ -138,21 +133,28 @@ class FastpathLayer(BufferedLayer):
             seen = self._newest(self._length)
         return seen[0].to(key_states.dtype), seen[1].to(value_states.dtype)
 
+    def wait_for_more(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Hold the first states as they are until something follows them, as if a user had assigned them; return False
+        if more than they lies in their memory, or if storing them would change them.
+
+        Nobody else may hold the tensors, who could write into them.
+        """
+        if not self._may_wait(keys, values):
+            return False
+        kind = {"dtype": keys.dtype, "device": keys.device, "is_initialized": True}
+        vars(self).update(_length=keys.shape[2], oldest=0, _loose={0: keys, 1: values}, _copies=frozenset(), **kind)
+        return True
+
     def _may_wait(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether the first states may stay what they are until something follows them, as if a user had assigned them:
-        nothing else lies in their memory, and storing them changes nothing."""
-        if (
-            type(self) is not FastpathLayer
-            or self.has_buffers
-            or self._loose
-            or self.is_sliding
-            or self.kv_dtype is not None
-            or self._length
-        ):
+        if type(self) is not FastpathLayer or self.is_sliding or self.kv_dtype is not None:
+            return False
+        if self.has_buffers or self._loose or self._length or torch.is_grad_enabled():
             return False
         if keys.dtype != values.dtype or keys.shape[:3] != values.shape[:3] or keys.device != values.device:
             return False
-        return keys.dtype in KV_DTYPES and all(map(_owns_memory, (keys, values)))
+        if keys.dtype not in KV_DTYPES or keys.data_ptr() == values.data_ptr():
+            return False
+        return _owns_memory(keys) and _owns_memory(values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the positions that ``update`` will return for ``query_length`` new tokens."""

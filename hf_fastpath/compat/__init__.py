@@ -209,6 +209,6 @@ from .seams import (
     without_modes,
 )
 from .tested_code import CORE_MODULES, why_untested
-from .token_methods import CacheDrop, cache_drop, overridden_inputs, overridden_method
+from .token_methods import CacheDrop, cache_drop, inputs_method, overridden_inputs, overridden_method, set_known_inputs
 from .torch_state import foreign_mode, replaced_function, without_foreign_modes
 from .versions import TESTED_TRANSFORMERS, is_development, transformers_version

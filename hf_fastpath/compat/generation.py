@@ -29,6 +29,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase as Toke
 
 from .caches import _OLD_CACHE, CACHE
 from .models import text_decoder
+from .token_methods import inputs_method
 
 __all__ = [
     "EosTokenCriteria",
@@ -197,7 +198,7 @@ def inputs_behind(model: Any, input_ids: torch.Tensor, model_kwargs: dict) -> di
     """
     text = torch.nn.functional.pad(input_ids, (0, 1))
     known = _updated(model, model_kwargs, 1)
-    return model.prepare_inputs_for_generation(text, next_sequence_length=1, **known)
+    return inputs_method(model)(text, next_sequence_length=1, **known)
 
 
 def _updated(model: Any, model_kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:

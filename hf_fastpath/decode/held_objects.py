@@ -14,13 +14,15 @@ from torch import nn
 from ..native import loader
 
 #: as in same_objects.cpp: what is compared of a container
-_ITEMS_OF_DICT, _SIZE_OF_DICT, _LIST, _ATTRIBUTES = range(4)
+_ITEMS_OF_DICT, _LIST, _ATTRIBUTES, _CHOSEN_ITEMS = range(4)
 _PYTHON = (
-    *("PyDict_Size", "PyDict_Next", "PyList_Size", "PyList_GetItem"),
+    *("PyDict_Size", "PyDict_GetItem", "PyDict_Next", "PyList_Size", "PyList_GetItem"),
     *("PyObject_GenericGetDict", "PyObject_Type", "Py_DecRef"),
 )
 #: stands where any object may be
 _ANY = object()
+#: ends names and values that were chosen
+_END = object()
 
 
 class HeldObjects:
@@ -36,6 +38,7 @@ class HeldObjects:
         self.containers: list[Any] = []
         self._kinds, self._sizes, self._starts = array("B"), array("q"), array("q")
         self._before: list[Any] = []
+        self._chosen: dict[int, tuple[str, ...]] = {}  # place of a container -> names
 
     def items_of(self, space: dict, but_for: Collection[str] = ()) -> None:
         """Know a dict by its keys and values; values of some names may be any."""
@@ -43,9 +46,11 @@ class HeldObjects:
         for name, value in dict.items(space):
             self._before += (name, _ANY if name in but_for else value)
 
-    def size_of(self, space: dict) -> None:
-        """Know a dict by its size alone."""
-        self._add(_SIZE_OF_DICT, space)
+    def chosen_items_of(self, space: dict, names: Iterable[str]) -> None:
+        """Know a dict by its size and by the values of some names."""
+        self._chosen[len(self.containers)] = names = tuple(names)
+        self._add(_CHOSEN_ITEMS, space)
+        self._before += _chosen(space, names)
 
     def entries_of(self, entries: list) -> None:
         """Know a list by its entries."""
@@ -68,15 +73,11 @@ class HeldObjects:
         keys and values of a dict in turn, without those that may be any."""
         place, count = -1, len(self.containers)
         while (place := self._first_changed(place + 1)) < count:
-            container, start = self.containers[place], self._starts[place]
-            kind, size = self._kinds[place], self._sizes[place]
-            if kind == _SIZE_OF_DICT:
-                yield container, [_size(container)], [size]
-                continue
-            before = self._before[start : start + size * (2 if kind == _ITEMS_OF_DICT else 1)]
-            now = list(_objects(container))
-            kept = [number for number, each in enumerate(before) if each is not _ANY]
+            container, now = self.containers[place], list(self._objects_of(place))
+            end = self._starts[place + 1] if place + 1 < count else len(self._before)
+            before = self._before[self._starts[place] : end]
             if len(now) == len(before):
+                kept = [number for number, each in enumerate(before) if each is not _ANY]
                 now, before = [now[number] for number in kept], [before[number] for number in kept]
             yield container, now, before
 
@@ -102,17 +103,25 @@ class HeldObjects:
             container, start = self.containers[place], self._starts[place]
             if _size(container) != self._sizes[place]:
                 return place
-            if self._kinds[place] != _SIZE_OF_DICT:
-                if not all(map(_is_same, _objects(container), self._before[start:])):
-                    return place
+            if not all(map(_is_same, self._objects_of(place), self._before[start:])):
+                return place
         return len(self.containers)
 
     def _hold(self) -> bool:
         """Whether all containers hold what they held; if not, they may all the same."""
-        whole = [each for each, kind in zip(self.containers, self._kinds) if kind != _SIZE_OF_DICT]
         if list(map(_size, self.containers)) != self._sizes.tolist():
             return False
-        return all(map(_is_same, chain.from_iterable(map(_objects, whole)), self._before))
+        now = chain.from_iterable(map(self._objects_of, range(len(self.containers))))
+        return all(map(_is_same, now, self._before))
+
+    def _objects_of(self, place: int) -> Iterable[Any]:
+        """Return what a container holds now, as :attr:`_before` has what it held."""
+        names, container = self._chosen.get(place), self.containers[place]
+        return _objects(container) if names is None else _chosen(container, names)
+
+
+def _chosen(space: dict, names: Iterable[str]) -> list[Any]:
+    return [*chain.from_iterable((name, dict.get(space, name)) for name in names), _END]
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -135,7 +144,8 @@ def _objects(container: Any) -> Iterable[Any]:
 
 
 def _addresses(objects: list[Any], any_as: int | None = 0) -> ctypes.Array:
-    return (ctypes.c_void_p * len(objects))(*(any_as if each is _ANY else id(each) for each in objects))
+    known = {id(_ANY): any_as, id(_END): None}
+    return (ctypes.c_void_p * len(objects))(*(known.get(id(each), id(each)) for each in objects))
 
 
 def _native() -> tuple[Any, ctypes.Array] | None:

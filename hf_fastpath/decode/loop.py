@@ -80,7 +80,9 @@ def sample(
                     return loop.generate(part, model_kwargs, behind)
         reason = "busy"
     state.fall_back(reason)
-    return by_stock(state, input_ids, lambda: original(model, input_ids, **given, **for_stock(model_kwargs)))
+    is_offloading = getattr(model_kwargs.get(compat.CACHE), "offloading", False)  # our forwards wait for its copies
+    loop = lambda: original(model, input_ids, **given, **for_stock(model_kwargs))  # noqa: E731
+    return by_stock(state, input_ids, loop, needs_modules=is_offloading)
 
 
 @dataclass

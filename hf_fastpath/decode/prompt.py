@@ -294,4 +294,7 @@ def _read_rows(
         with compat.below_autograd():
             for chunk in given.chunks(config.prefill_chunk_size):
                 logits = read(part, cache, chunk, programs)
-    return compat.prefill(model, ids, config, model_kwargs).logits[:, -1] if logits is None else logits
+    if logits is None:
+        with compat.text_cache(cache).reading_prompt():
+            logits = compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
+    return logits

@@ -10,8 +10,10 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import sys
 import types
-from collections import Counter, OrderedDict, deque
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter
@@ -44,17 +46,11 @@ _MOST_NUMBERS = 1 << 16
 _DEEPEST = 100
 #: attributes of every module of which all but one are bookkeeping, and a mark that transformers leaves
 BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | {compat.INITIALIZED}
-#: classes of PyTorch's whose forwards read no attribute but tensors and children -> attributes that say their sizes
-SIZES_ALONE: dict[type, frozenset[str]] = {
-    nn.Linear: frozenset({"in_features", "out_features", "training"}),
-    **dict.fromkeys((nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential), frozenset({"training"})),
-    **dict.fromkeys((nn.ParameterList, nn.ParameterDict), frozenset({"training", "_size", "_keys"})),
-}
 #: entries of a class that no code reads while it computes
 _OF_CLASSES = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __annotations__ __abstractmethods__ _abc_impl __orig_bases__ "
     "__parameters__ __type_params__ __firstlineno__ __static_attributes__ __annotate__ __annotate_func__ "
-    "__annotations_cache__".split()
+    "__annotations_cache__ __slotnames__".split()
 )
 #: where transformers has classes of single models; other classes of it are known by what their namespaces hold
 _MODELS = "transformers.models."
@@ -98,6 +94,7 @@ class Walk:
         self._places: dict[int, Any] = {}  # id of what was met -> where, and what number it has there
         self._counts: Counter[str] = Counter()
         self._depth = 0
+        self._classes: set[type] = set()  # that were met
         self._of_modules: set[int] = set()  # ids of parameters and buffers
         self._kept: list[Any] = []  # an id is certain only while its object lives
         self._waiting: list[tuple[str, nn.Module]] = []
@@ -185,8 +182,7 @@ class Walk:
         children = [(name, id(child)) for name, child in space["_modules"].items()]
         hooks = [self.frozen(hook) for hook in compat.hooks_with_effect(space)]
         self.values[f"{path} itself"] = type(module), tensors, children, hooks
-        sizes = SIZES_ALONE.get(type(module), ())
-        names = [name for name in space if not is_left_out(name) and name not in sizes]
+        names = [name for name in space if not is_left_out(name)]
         for name in names:
             if name not in compat.FORWARD_NOTES and not compat.is_ours(getattr(space[name], "__func__", None)):
                 self.values[f"{path}.{name}"] = self.frozen(space[name], f"{path}.{name}")
@@ -212,6 +208,8 @@ class Walk:
         if isinstance(value, nn.Module):
             self._meet(f"{where} ({cls.__name__})", value)
             return "module", id(value)
+        if isinstance(value, type):
+            self._meet_class(value)
         if isinstance(value, _LEAVES) or (
             cls.__module__.partition(".")[0] in _PACKAGES and not isinstance(value, (*_ROWS, dict))
         ):
@@ -232,7 +230,20 @@ class Walk:
         finally:
             self._depth -= 1
 
+    def _meet_class(self, cls: type) -> None:
+        """Freeze what a class of the user's holds, and what classes that it inherits from hold."""
+        for base in cls.__mro__:
+            if base not in self._classes and _is_users(base.__module__):
+                self._classes.add(base)
+                self.namespaces.append(vars(base))
+                for name, value in list(vars(base).items()):
+                    if name not in _OF_CLASSES:
+                        where = f"{base.__module__}.{base.__qualname__}.{name}"
+                        self.values[where] = self.frozen(value, where)
+
     def _contents(self, value: Any, where: str) -> Any:
+        if not isinstance(value, types.FunctionType):
+            self._meet_class(type(value))
         if isinstance(value, types.MappingProxyType):
             self.namespaces.append(value)
             return [(name, self.frozen(each, where)) for name, each in value.items()]
@@ -243,6 +254,9 @@ class Walk:
         if isinstance(value, dict):
             self.dicts.append(value)
             inside = [(self.frozen(name, where), self.frozen(each, where)) for name, each in items_of(value)]
+            if isinstance(value, defaultdict):
+                inside.append(("default_factory", self.frozen(value.default_factory, where)))
+                self.readers.append(lambda: [value.default_factory])
             return inside, self._attributes(value, where)
         if isinstance(value, _ROWS):
             if not isinstance(value, (tuple, frozenset)):
@@ -255,8 +269,10 @@ class Walk:
             return self.frozen(value.__func__, where), self.frozen(value.__self__, where)
         if isinstance(value, functools.partial):
             return [self.frozen(each, where) for each in (value.func, value.args, value.keywords)]
-        if isinstance(value, np.ndarray):
+        if isinstance(value, (np.ndarray, array)):
             return self._frozen_numbers(value, value.tobytes)
+        if isinstance(value, bytearray):
+            return self._frozen_numbers(value, functools.partial(bytes, value))
         found = self._attributes(value, where)
         return ("is", id(value)) if found is None else found
 
@@ -269,12 +285,17 @@ class Walk:
     def _frozen_numbers(self, value: Any, read: Callable[[], bytes]) -> Any:
         self._kept.append(value)
         self.numbers.append((read, read()))
-        return str(value.dtype), tuple(value.shape), self.numbers[-1][1]
+        kind = getattr(value, "dtype", getattr(value, "typecode", type(value)))
+        return str(kind), tuple(getattr(value, "shape", ())), self.numbers[-1][1]
 
     def _frozen_tensor(self, value: torch.Tensor) -> Any:
         if self._are_brought and value.is_meta:
             return "brought", value.dtype, tuple(value.shape)
         self.tensors[id(value)] = value
+        if own := [name for name in vars(value) if not is_left_out(name)]:
+            self._get(vars(value), own)
+            for name in own:
+                self.values[f"{id(value)}.{name}"] = self.frozen(vars(value)[name])
         local = compat.local_tensor(value)
         address = 0 if is_fake(local) else local.data_ptr()
         return ("tensor", id(value), address, local.dtype, local.device, local.stride(), *local.shape)
@@ -290,7 +311,11 @@ class Walk:
             except ValueError:  # nothing is in it yet
                 inside.append(None)
         self._kept.append(code)
-        return id(code), self.frozen(defaults, where), self.frozen(named, where), inside
+        attributes: Any = ()
+        if "/transformers/" not in code.co_filename and compat.is_elsewhere(code.co_filename):
+            self.dicts.append(vars(function))
+            attributes = [(name, self.frozen(each, where)) for name, each in vars(function).items()]
+        return id(code), self.frozen(defaults, where), self.frozen(named, where), inside, attributes
 
     def _attributes(self, value: Any, where: str) -> Any:
         """Return the frozen attributes of an object; None if it has none of its own."""
@@ -310,6 +335,15 @@ class Walk:
         return found
 
 
+@functools.cache
+def _is_users(module: str) -> bool:
+    """Whether a module is of no installed package."""
+    if module.partition(".")[0] in sys.stdlib_module_names | {"hf_fastpath"}:
+        return module == "__main__"
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
+
+
 def items_of(container: dict) -> Iterable[tuple[Any, Any]]:
     """Return the items that a dict holds: a subclass may make another value each time that it is asked for one."""
     return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
@@ -318,7 +352,9 @@ def items_of(container: dict) -> Iterable[tuple[Any, Any]]:
 def _slots(cls: type) -> list[str]:
     names = vars(cls).get("__slots__", ())
     names = [names] if isinstance(names, str) else names
-    return [name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
+    owner = cls.__name__.lstrip("_")
+    names = [f"_{owner}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]
+    return [name for name in names if not name.startswith("__")]
 
 
 def _read_slots(value: Any, names: tuple[str, ...]) -> list[Any]:

@@ -64,7 +64,7 @@ class StandIn:
         self._positions, self._seen = next_positions_of(behind, text, loop["generation_config"], kwargs), behind.seen
         self._plan: DecodePlan | None = None
         watched = runs_users_code(loop["logits_processor"], loop["stopping_criteria"], loop.get("streamer"))
-        self._watch = Watch(state, part) if watched else None
+        self._watch = Watch(state, part) if watched or asked is not None else None
         self._begun = 0.0
         self._held: int | None = None  # positions of the prompt, once it was read
         self._steps = 0  # forwards behind that of the prompt

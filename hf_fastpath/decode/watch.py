@@ -14,12 +14,18 @@ from torch._subclasses.fake_tensor import is_fake
 
 from .. import compat
 from .held_objects import HeldObjects
-from .python_state import BOOKKEEPING, OF_FUNCTIONS, SIZES_ALONE, Walk, is_left_out
+from .python_state import BOOKKEEPING, OF_FUNCTIONS, Walk, is_left_out
 
-#: classes of PyTorch's that only hold others
-_NEVER_CALLED = frozenset({nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict})
 #: what modules hold of each other and of tensors, and their hooks
-_HELD, _HOOKS = ("_parameters", "_buffers", "_modules"), ("_forward_hooks", "_forward_pre_hooks")
+_HELD = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+#: classes of PyTorch's of which there are many -> the attributes that are read of them
+_READ: dict[type, frozenset[str]] = {
+    **dict.fromkeys((nn.ModuleList, nn.ModuleDict), frozenset({"_modules"})),
+    nn.ParameterList: frozenset({"_parameters", "_size"}),
+    nn.ParameterDict: frozenset({"_parameters", "_keys"}),
+    nn.Identity: frozenset({*_HELD[3:], "training"}),
+    nn.Linear: frozenset({"_parameters", *_HELD[3:], "training"}),
+}
 
 
 class Watch:
@@ -46,7 +52,8 @@ class Watch:
                 self._held.items_of(container)
             elif isinstance(container, list):
                 self._held.entries_of(container)
-        self._sets = [(each, each.copy()) for each in walk.rows if isinstance(each, (set, deque))]
+        self._sets = [(each, list(each)) for each in walk.rows if isinstance(each, (set, deque))]
+        self._types = list(map(type, walk.owners))
         ordered = (each for each in self._held.containers if isinstance(each, OrderedDict) and len(each) > 1)
         self._ordered = [(each, list(OrderedDict.keys(each))) for each in ordered]
         self._sizes = list(map(len, walk.namespaces))
@@ -61,17 +68,16 @@ class Watch:
     def _hold_module(self, module: nn.Module, restless: Collection[str]) -> None:
         space = vars(module)
         self._held.attributes_of(module)
+        if (read := _READ.get(type(module))) is not None and read <= space.keys():
+            for name in read:
+                if isinstance(space[name], dict):
+                    self._held.items_of(space[name])
+            self._held.chosen_items_of(space, read)
+            return
         for name in _HELD:
             self._held.items_of(space[name])
-        if type(module) in _NEVER_CALLED:
-            return
-        for name in _HOOKS:
-            self._held.items_of(space[name])
-        if _more_than_sizes(module):
-            changing = (name for name in space if name in compat.FORWARD_NOTES or is_left_out(name))
-            self._held.items_of(space, {*changing, *restless} - BOOKKEEPING)
-        else:
-            self._held.size_of(space)
+        changing = (name for name in space if name in compat.FORWARD_NOTES or is_left_out(name))
+        self._held.items_of(space, {*changing, *restless} - BOOKKEEPING)
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
@@ -82,7 +88,8 @@ class Watch:
                 and all(map(is_, map(vars, walk.owners), self._spaces))
                 and list(map(len, walk.namespaces)) == self._sizes
                 and all(map(is_, self._elements(), self._elements_before))
-                and all(now == before for now, before in self._sets)
+                and list(map(type, walk.owners)) == self._types
+                and all(len(now) == len(before) and all(map(is_, now, before)) for now, before in self._sets)
                 and all(list(OrderedDict.keys(now)) == before for now, before in self._ordered)
                 and all(now == before for now, before in walk.many)
                 and all(read() == before for read, before in walk.numbers)
@@ -112,12 +119,6 @@ class Watch:
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
     return compat.local_tensor(tensor) is tensor
-
-
-def _more_than_sizes(module: nn.Module) -> bool:
-    """Whether a module has attributes that its forward may read."""
-    sizes = SIZES_ALONE.get(type(module))
-    return sizes is None or not vars(module).keys() <= sizes | BOOKKEEPING
 
 
 def _are_alike(container: Any, now: list[Any], before: list[Any]) -> bool:

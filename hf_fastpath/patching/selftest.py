@@ -259,6 +259,7 @@ def run(model: nn.Module, recorded: Recorded | None = None) -> tuple[str | None,
         twin = None
         try:
             twin = _twin(model, recorded).eval()
+            compat.set_known_inputs(twin)
             key = passed_twins.key_of(twin, device, dtype)
             if (known := passed_twins.find(key)) is not None:
                 return None, known

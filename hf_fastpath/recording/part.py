@@ -53,6 +53,7 @@ class RecordedPart:
         lengths: of the text and of what an encoder has read, for which steps are recorded; None for any.
         by_length: gives the parts for texts of other lengths.
         reason_of_file: why an architecture file that describes the model does not take it now; None without a file.
+        files_reason: the same if its advice helps where the step cannot be recorded either, else None.
         is_passing: whether a reason against it was a lack of memory, which is no reason to keep.
     """
 
@@ -64,6 +65,7 @@ class RecordedPart:
     lowering = Lowering
     ranks: Ranks | None = None  # see .spread_part
     reason_of_file: Cause | None = None
+    files_reason: Cause | None = None
     host_weights: Sequence[list[torch.Tensor]] = ()  # see .placed_part
     sources: Sequence[tuple[int, int]] = ()
 
@@ -308,18 +310,16 @@ class RecordedPart:
         is_known = isinstance(error, Unrecordable)
         self.is_passing = self.is_passing or isinstance(error, OUT_OF_MEMORY)
         what = str(error) if is_known else f"{type(error).__name__}: {error}"
-        if self.reason_of_file is not None:
-            return self.reason_of_file
-        layer = compat.foreign_layer(self.module)
-        if layer is not None:  # kernels of other packages take no tensors without data
+        if self.files_reason is not None:
+            return self.files_reason
+        if (layer := compat.foreign_layer(self.module)) is not None:  # kernels of other packages take no tensors without data
             return odd_module(layer, f"{where}{what}")
         return Cause(error.code if is_known else Unrecordable.code, f"{where}{what}", self.module)
 
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
-        """Return why the recorded step is not used though there is one, or None: it cannot be recorded for so many
-        sequences, or does not give what the model gives."""
+        """Return why the recorded step is not used, or None: so many sequences cannot be recorded, or it is wrong."""
         reason = self.shape_reason(batch, 1) or reason_against(self, plans)
-        return None if reason is None else self.reason_of_file or reason
+        return None if reason is None else self.files_reason or reason
 
     def arguments_reason(self, arguments: dict[str, Any], batch: int) -> Cause | None:
         """Return why a step is not the recorded one if the forward is also given ``arguments``, or None.
@@ -378,8 +378,8 @@ class RecordedPart:
     def lasting_reason(self) -> str | None:
         """Do as :meth:`reason`, as if ``model.eval()`` had been called."""
         reason = self.other_reason() or self.outer_reason() or modules_reason(self.module)
-        if self.reason_of_file is not None and reason in ("class_forward", "instance_forward"):
-            return self.reason_of_file
+        if reason in ("class_forward", "instance_forward"):
+            reason = self.files_reason or reason
         return reason or tensors_reason(self.module, self.device_of, self.is_placed) or self._recording_reason
 
     def projections(self) -> list[list[nn.Module]]:

@@ -8,10 +8,12 @@ import random
 
 import pytest
 import torch
+from causal_lm_types import small_model
 from models import WINDOW, build, pair, prompt
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.cache.buffers import CAPACITY_STEP, RING_SLACK
 from hf_fastpath.cache.layer import FastpathLayer
@@ -285,8 +287,7 @@ def test_buffers_never_move_while_a_prompt_is_continued(options, device, monkeyp
     options = dict(max_new_tokens=50, eos_token_id=None, return_dict_in_generate=True, **options)
     out = ours.generate(prompt(device, 1, 300), **options)
     layers = len(out[CACHE].layers)
-    # transformers reads the prompt of beams, whose keys wait for the first step
-    assert len(made) == (0 if "num_beams" in options else layers)
+    assert len(made) == layers
     if "num_beams" not in options:
         more = torch.cat((out.sequences, prompt(device, 1, 90)), dim=1)
         ours.generate(more, **{CACHE: out[CACHE]}, **options)
@@ -397,15 +398,24 @@ def test_keys_of_a_full_layer_can_be_assigned(device):
 
 
 @torch.no_grad()
-def test_first_states_wait_for_the_next(device):
-    """They are not copied for a text of one token, unless more than they lies in their memory."""
+def test_first_states_of_a_prompt_wait_for_the_next(device):
+    """They are not copied for a text of one token, unless others hold them, or more than they lies in their memory."""
     ours, stock = FastpathCache(), DynamicCache()
     generator = torch.Generator().manual_seed(0)
     first = states(device, 2, 7, generator)
-    found = ours.update(*first, 0)
+    with ours.reading_prompt():
+        found = ours.update(*first, 0)
+        whole = torch.cat(states(device, 2, 7, generator), dim=-1)
+        ours.update(*whole.chunk(2, dim=-1), 1)
+        alike = states(device, 2, 7, generator)[0]
+        ours.update(alike, alike, 2)
+        with torch.inference_mode():
+            ours.update(*states(device, 2, 7, generator), 3)
     stock.update(*first, 0)
-    layer = ours.layers[0]
+    ours.update(*states(device, 2, 7, generator), 4)
+    layer, *others = ours.layers
     assert found[0] is first[0] and layer.k_buffer is None and ours.get_seq_length() == 7
+    assert all(each.k_buffer is not None for each in others)
     assert layer.get_mask_sizes(1) == stock.layers[0].get_mask_sizes(1)
     layer.keys[0] += 1  # as stock, which hands out what it holds
     stock.layers[0].keys[0] += 1
@@ -413,9 +423,21 @@ def test_first_states_wait_for_the_next(device):
     for half, expected in zip(ours.update(*later, 0), stock.update(*later, 0)):
         assert torch.equal(half, expected)
     assert layer.k_buffer is not None and layer.capacity % CAPACITY_STEP == 0
-    whole = torch.cat(states(device, 2, 7, generator), dim=-1)
-    ours.update(*whole.chunk(2, dim=-1), 1)
-    assert ours.layers[1].k_buffer is not None
-    with torch.inference_mode():
-        ours.update(*states(device, 2, 7, generator), 2)
-    assert ours.layers[2].k_buffer is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ("glm4", "mixtral"))
+def test_a_prompt_alone_is_not_copied(name):
+    """Of a prompt that the model's own modules read; the cache that is handed out can be edited and continued."""
+    stock = small_model(name)
+    ours, ids = hf_fastpath.patch(copy.deepcopy(stock), quiet=True), torch.randint(3, 90, (2, 9))
+    options = dict(do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    found = [model.generate(ids, max_new_tokens=1, **options) for model in (stock, ours)]
+    assert all(layer.k_buffer is None for layer in found[1][CACHE].layers)
+    texts = []
+    for model, each in zip((stock, ours), found):
+        each[CACHE].layers[0].keys.mul_(0.5)
+        each[CACHE].crop(-2)
+        more = torch.cat((each.sequences[:, :-3], ids), dim=1)
+        texts.append(model.generate(more, max_new_tokens=6, **{CACHE: each[CACHE]}, **options).sequences)
+    assert torch.equal(*texts)

@@ -17,5 +17,5 @@ def test_cohere_separate_head(device):
     assert_variant_right("cohere", device, tie_word_embeddings=False)
 
 
-def test_cohere_norms_of_heads_run_stock(device):
-    assert_variant_right("cohere", device, fast=False, reason="declined", use_qk_norm=True)
+def test_cohere_norms_of_heads(device):
+    assert_variant_right("cohere", device, use_qk_norm=True)

@@ -21,5 +21,5 @@ def test_gemma_separate_head(device):
     assert_variant_right("gemma", device, tie_word_embeddings=False)
 
 
-def test_gemma_bidirectional_attention_runs_stock(device):
-    assert_variant_right("gemma", device, fast=False, reason="declined", use_bidirectional_attention=True)
+def test_gemma_bidirectional_attention(device):
+    assert_variant_right("gemma", device, use_bidirectional_attention=True)

@@ -24,8 +24,8 @@ def test_gemma2_caps_as_the_attention_implementation_does(device):
         assert_variant_right("gemma2", device, attn_implementation=implementation)
 
 
-def test_gemma2_bidirectional_attention_runs_stock(device):
-    assert_variant_right("gemma2", device, fast=False, reason="declined", use_bidirectional_attention=True)
+def test_gemma2_bidirectional_attention(device):
+    assert_variant_right("gemma2", device, use_bidirectional_attention=True)
 
 
 def test_gemma2_over_caches_that_grow(device):

@@ -38,8 +38,8 @@ def test_mixtral_experts_implementations(implementation, device):
     assert_variant_right("mixtral", device, experts_implementation=implementation)
 
 
-def test_mixtral_relu_experts_run_stock(device):
-    assert_variant_right("mixtral", device, fast=False, reason="declined", hidden_act="relu")
+def test_mixtral_relu_experts(device):
+    assert_variant_right("mixtral", device, hidden_act="relu")
 
 
 def test_mixtral_experts_of_another_class_are_recorded(device):

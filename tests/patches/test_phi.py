@@ -14,8 +14,8 @@ def test_phi_whole_heads_turn(device):
     assert_variant_right("phi", device, rope_parameters=rope)
 
 
-def test_phi_norms_of_heads_run_stock(device):
-    assert_variant_right("phi", device, fast=False, reason="declined", qk_layernorm=True)
+def test_phi_norms_of_heads(device):
+    assert_variant_right("phi", device, qk_layernorm=True)
 
 
 def test_phi_tied_head(device):

@@ -14,8 +14,8 @@ def test_stablelm_qkv_bias(device):
     assert_variant_right("stablelm", device, use_qkv_bias=True)
 
 
-def test_stablelm_norms_of_heads_run_stock(device):
-    assert_variant_right("stablelm", device, fast=False, reason="declined", qk_layernorm=True)
+def test_stablelm_norms_of_heads(device):
+    assert_variant_right("stablelm", device, qk_layernorm=True)
 
 
 def test_stablelm_mlp_beside_attention(device):
