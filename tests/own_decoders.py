@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import OrderedDict
+from array import array
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,6 +266,104 @@ class AttributesOfModule(Attribute):
     def edit(self, value):
         self.__dict__ = dict(vars(self))
         super().edit(value)
+
+
+class Held:
+    scale = 1.0
+
+
+class OtherHeld(Held):
+    scale = 3.0
+
+
+class OfHeldsClass(OwnMLP):
+    """What the class of an object says that a module holds."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.held = Held()
+
+    def factor(self):
+        return self.held.scale
+
+    def edit(self, value):
+        Held.scale = value
+
+
+class HeldsClass(OwnMLP):
+    """The class of such an object is another one."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.held = Held()
+
+    def factor(self):
+        return 1.0 if type(self.held) is Held else 3.0
+
+    def edit(self, value):
+        self.held.__class__ = Held if value == 1.0 else OtherHeld
+
+
+class OfFunction(OwnMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.function = lambda: self.function.number
+        self.function.number = 1.0
+
+    def factor(self):
+        return self.function()
+
+    def edit(self, value):
+        self.function.number = value
+
+
+class InArray(OwnMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.numbers = array("d", [1.0])
+
+    def factor(self):
+        return self.numbers[0]
+
+    def edit(self, value):
+        self.numbers[0] = value
+
+
+class DefaultFactory(OwnMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.numbers = defaultdict(lambda: 1.0)
+
+    def factor(self):
+        return self.numbers.default_factory()
+
+    def edit(self, value):
+        self.numbers.default_factory = lambda: value
+
+
+class Private:
+    __slots__ = ("__number",)
+
+    def __init__(self):
+        self.set(1.0)
+
+    def set(self, value):
+        self.__number = value
+
+    def get(self):
+        return self.__number
+
+
+class InPrivateSlot(OwnMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.held = Private()
+
+    def factor(self):
+        return self.held.get()
+
+    def edit(self, value):
+        self.held.set(value)
 
 
 @dataclass

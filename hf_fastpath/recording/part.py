@@ -312,7 +312,7 @@ class RecordedPart:
         what = str(error) if is_known else f"{type(error).__name__}: {error}"
         if self.files_reason is not None:
             return self.files_reason
-        if (layer := compat.foreign_layer(self.module)) is not None:  # kernels of other packages take no tensors without data
+        if (layer := compat.foreign_layer(self.module)) is not None:  # such kernels take no tensors without data
             return odd_module(layer, f"{where}{what}")
         return Cause(error.code if is_known else Unrecordable.code, f"{where}{what}", self.module)
 

@@ -204,6 +204,50 @@ def test_more_in_front_of_the_text_than_its_tokens():
     assert not torch.equal(greedy(ours, 20, 12), plain)
 
 
+def edits(what):
+    """Return a method that changes the model at a length of the text, as callbacks may."""
+
+    def method(self, input_ids, **kwargs):
+        if input_ids.shape[1] == 25:
+            layer = self.model.layers[1]
+            if what == "module":
+                layer.mlp = torch.nn.Identity()
+            elif what == "attribute":
+                layer.mlp.activation_fn = torch.nn.Tanh()
+            elif what == "parameter":
+                self.lm_head.weight = torch.nn.Parameter(-self.lm_head.weight)
+            else:
+                layer.register_forward_hook(lambda module, given, result: -result)
+        return of_glm4(self, input_ids, **kwargs)
+
+    return method
+
+
+@pytest.mark.parametrize("what", ("module", "attribute", "parameter", "hook"))
+def test_the_method_may_change_the_model(what):
+    require_native(CPU)
+    stock, ours = own(edits(what))
+    before = greedy(small_model("glm4"), 20, 12)
+    found = greedy(ours, 20, 12)
+    assert torch.equal(found, greedy(stock, 20, 12)) and not torch.equal(found, before)
+
+
+def counts_calls(self, input_ids, *args, **kwargs):
+    """Take arguments by any name, and keep state."""
+    found = of_glm4(self, input_ids, *args, **kwargs)
+    self.seen = [*getattr(self, "seen", ()), input_ids.shape[1]]
+    return found | {"input_ids": found["input_ids"] * 0 + 5} if len(self.seen) == 4 else found
+
+
+def test_nobody_but_generate_calls_the_method():
+    """Neither patch() nor a recording nor a proof."""
+    require_native(CPU)
+    stock, ours = own(counts_calls)
+    assert not hasattr(ours, "seen")
+    for _ in range(2):
+        assert torch.equal(greedy(ours, 20, 12), greedy(stock, 20, 12)) and ours.seen == stock.seen
+
+
 @pytest.mark.parametrize("options", (dict(num_beams=2), dict(prompt_lookup_num_tokens=3)), ids=("beams", "drafts"))
 def test_loops_that_cannot_ask(options):
     require_native(CPU)

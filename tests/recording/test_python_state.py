@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from collections import OrderedDict
 
 import pytest
 import torch
+from causal_lm_types import small_model
 from models import SHORT, counting
 from own_decoders import FACTORS, VOCAB, edit, own_model
 from torch.overrides import TorchFunctionMode
@@ -69,6 +72,40 @@ def test_edits_take_effect(place, records):
         assert len({tuple(tokens) for _, tokens in seen}) == 2, "a factor changes nothing, so the test shows nothing"
     finally:
         edit(ours, 1.0)
+
+
+def _others(name: str):
+    """Return a function that gives a module's containers to another module of its class."""
+
+    def edit(model):
+        first, second = (layer.self_attn.o_proj for layer in model.model.layers[:2])
+        first.__dict__[name] = type(getattr(second, name))(getattr(second, name))
+
+    return edit
+
+
+def _hook(model):
+    model.model.layers[0].self_attn.o_proj._forward_hooks = OrderedDict({0: lambda module, given, result: -result})
+
+
+def _turn_around(model):
+    model.model.layers._modules = dict(zip("01", [*model.model.layers][::-1]))
+
+
+@pytest.mark.parametrize(
+    "edited", (_others("_parameters"), _hook, _turn_around), ids=("parameters", "hooks", "modules")
+)
+@pytest.mark.parametrize("name", ("llama", "glm4"))
+def test_replaced_containers(name, edited):
+    """Other dicts in the place of those in which modules keep parameters, hooks and modules."""
+    stock = small_model(name)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    before = ours.generate(IDS, **SHORT)
+    for model in (stock, ours):
+        edited(model)
+    for _ in range(2):
+        found = ours.generate(IDS, **SHORT)
+        assert torch.equal(found, stock.generate(IDS, **SHORT)) and not torch.equal(found, before)
 
 
 @pytest.mark.parametrize("place", ("InDict", "Global", "PlainTensor", "Enclosed", "LengthOfList"))
