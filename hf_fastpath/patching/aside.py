@@ -46,7 +46,7 @@ class Aside:
             yield
         finally:
             with self._lock:
-                self._count -= 1
+                self._count = max(0, self._count - 1)  # a fork inside of the block has begun anew
                 if self._count == 0:
                     self._put_back()
 
