@@ -105,6 +105,22 @@ def test_another_type(way):
     assert places(found) == [5]
 
 
+def test_chosen_items(way):
+    space = {"a": 1, "b": Named(), "c": 3}
+    found = HeldObjects()
+    found.chosen_items_of(space, ("a", "b"))
+    space["c"] = 4
+    assert places(found) == []
+    space["b"] = Named()
+    ((container, now, before),) = found.differing()
+    assert container is space and now[0] == before[0] == "a" and now[3] is space["b"] is not before[3]
+    space["d"] = 5
+    assert [(now, before) for _, now, before in found.differing()] == [([4], [3])]
+    del space["d"], space["a"]
+    space["x"] = 1
+    assert places(found) == [0]
+
+
 def test_values_that_may_be_any(way):
     space = {"a": 1, "b": 2, "c": 3}
     found = held([space], but_for={"b"})

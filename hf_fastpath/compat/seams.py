@@ -285,8 +285,9 @@ def takes_positions(model: nn.Module) -> bool:
     """Whether a model's forward takes position ids, and ``generate()`` gives some with every token."""
     if text_name(model, "position_ids") not in inspect.signature(type(model).forward).parameters:
         return False
-    method = getattr(inputs_method(model), "__func__", None)
-    if method is GenerationMixin.prepare_inputs_for_generation or (has_encoder(model) and not is_multimodal(model)):
+    stocks = GenerationMixin.prepare_inputs_for_generation
+    is_stocks = getattr(inputs_method(model), "__func__", stocks) is stocks
+    if is_stocks or (has_encoder(model) and not is_multimodal(model)):
         return True
     two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     return inputs_behind(model, two, {"position_ids": two, "use_cache": True}).get("position_ids") is not None

@@ -108,12 +108,12 @@ def overridden_inputs(model: Any, home: str) -> str | None:
 
 def inputs_method(model: Any) -> Any:
     """Return a model's ``prepare_inputs_for_generation``, or where code that was not looked at overrides it the one
-    that is behind: such code may count its calls, so that only ``generate()`` calls it."""
+    that is behind: such code may count its calls, so that only ``generate()`` calls it. None if there is none."""
     for base in type(model).__mro__:
         function = vars(base).get(_INPUTS)
         if function is not None and (base is GenerationMixin or _is_looked_at(function, _INPUTS)):
             return function.__get__(model)
-    return model.prepare_inputs_for_generation
+    return getattr(model, _INPUTS, None)
 
 
 def set_known_inputs(twin: Any) -> None:

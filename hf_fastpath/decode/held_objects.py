@@ -70,13 +70,15 @@ class HeldObjects:
 
     def differing(self) -> Iterable[tuple[Any, list[Any], list[Any]]]:
         """Yield the containers that hold other objects than they held, with what they hold and with what they held: the
-        keys and values of a dict in turn, without those that may be any."""
+        keys and values of a dict in turn, without those that may be any; or how many these are, if that has changed."""
         place, count = -1, len(self.containers)
         while (place := self._first_changed(place + 1)) < count:
             container, now = self.containers[place], list(self._objects_of(place))
             end = self._starts[place + 1] if place + 1 < count else len(self._before)
             before = self._before[self._starts[place] : end]
-            if len(now) == len(before):
+            if (size := _size(container)) != self._sizes[place]:
+                now, before = [size], [self._sizes[place]]
+            else:
                 kept = [number for number, each in enumerate(before) if each is not _ANY]
                 now, before = [now[number] for number in kept], [before[number] for number in kept]
             yield container, now, before

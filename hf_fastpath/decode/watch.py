@@ -27,6 +27,9 @@ _READ: dict[type, frozenset[str]] = {
     nn.Linear: frozenset({"_parameters", *_HELD[3:], "training"}),
 }
 
+#: attributes of these; a module that has more (a forward of its own, say) is compared as a whole
+_USUAL = BOOKKEEPING | {"training", "in_features", "out_features", "_size", "_keys"}
+
 
 class Watch:
     """Whether what a walk has met is as it was: True is certain, False is not.
@@ -68,7 +71,8 @@ class Watch:
     def _hold_module(self, module: nn.Module, restless: Collection[str]) -> None:
         space = vars(module)
         self._held.attributes_of(module)
-        if (read := _READ.get(type(module))) is not None and read <= space.keys():
+        read = _READ.get(type(module))
+        if read is not None and read <= space.keys() <= _USUAL:
             for name in read:
                 if isinstance(space[name], dict):
                     self._held.items_of(space[name])

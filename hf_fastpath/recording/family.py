@@ -10,8 +10,6 @@ from ..reasons import Cause
 
 #: what a report shows in place of an architecture's name
 RECORDED = "recorded"
-#: reasons against a described step that are about what projections are, whose advice helps best
-_OF_PROJECTIONS = frozenset({"adapter", "unsupported_projection", "quantized_format"})
 
 
 class Recorded:
@@ -39,11 +37,11 @@ class Recorded:
         return made
 
     def part_instead(self, model: nn.Module, reason: Cause) -> Any:
-        """Do as :meth:`model_part` for a model that another family does not take now, for a reason. If the step cannot
-        be recorded either, a reason about projections is the one that helps."""
+        """Do as :meth:`model_part` for a model that another family does not take now, for a reason: if the step cannot
+        be recorded either, that reason is the one that helps, unless it is no more than that a class is not known."""
         made = self._part(model)
         made.reason_of_file = reason
-        made.files_reason = reason if reason in _OF_PROJECTIONS else None
+        made.files_reason = None if reason == "class_not_supported" else reason
         made.look()
         return made
 

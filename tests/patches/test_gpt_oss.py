@@ -146,9 +146,9 @@ def test_gpt_oss_quantized_experts_run_stock(device, monkeypatch):
     with counting(ours) as counts:
         assert_equal_generation(ours, stock, fast=False)
     report = hf_fastpath.report(ours)
-    assert report.patched == {"attention": 2, "norm": 5} and report.loop == "partial_patch"
+    assert report.patched == {"attention": 2, "norm": 5} and report.loop in ("partial_patch", "class_forward")
     assert {what.split(": ")[1] for what in report.declined} <= {"class_not_supported", "instance_forward"}
-    assert counts.reasons["partial_patch"]
+    assert counts.reasons[report.loop]
 
 
 def test_gpt_oss_norms_in_float32_run_stock(device, tmp_path):
