@@ -10,8 +10,11 @@ import torch
 from models import require_native
 from torch import nn
 
+from hf_fastpath import compat
 from hf_fastpath.decode import held_objects
 from hf_fastpath.decode.held_objects import HeldObjects
+from hf_fastpath.decode.python_state import Walk
+from hf_fastpath.decode.watch import Watch
 
 WAYS = ("native", "python")
 
@@ -154,3 +157,38 @@ def test_random_changes(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(held_objects, "_native", lambda: None)
             assert places(found[1]) == changed
+
+
+def _as_another_type(weight):
+    weight.data = weight.data.view(torch.int16)
+
+
+def _turned(weight):
+    weight.data = weight.data.t()
+
+
+def _smaller(weight):
+    weight.data = weight.data[:2]
+
+
+def _elsewhere(weight):
+    weight.data = weight.data.clone()
+
+
+@pytest.mark.parametrize("guards", (True, False), ids=("guards", "python"))
+@pytest.mark.parametrize("change", (_as_another_type, _turned, _smaller, _elsewhere, torch.Tensor.t_))
+def test_layouts_of_tensors(change, guards, monkeypatch):
+    """The same parameter has other elements, or lies otherwise."""
+    if not guards:
+        monkeypatch.setattr(compat, "layouts_hold", lambda tensors: None)
+    module = nn.Linear(4, 4, dtype=torch.bfloat16).requires_grad_(False)
+    assert not guards or compat.layouts_hold([*module.parameters()])()
+    walk = Walk()
+    walk.enter(module)
+    watch = Watch(walk)
+    with torch.no_grad():
+        assert watch.holds()
+        with torch.inference_mode(), torch.autocast("cpu"):  # in which guards do not say yes
+            assert watch.holds()
+        change(module.weight)
+        assert not watch.holds()

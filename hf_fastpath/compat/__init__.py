@@ -108,6 +108,7 @@ from .generation import (
 from .hearing import hear_again, hearing, is_logging
 from .host_memory import lock_pages, unlock_pages
 from .imported import file_digest, is_elsewhere, is_file_of, module_digest, unchanged_digest
+from .layouts import layouts_hold
 from .models import (
     FORWARD_NOTES,
     GENERATION_DEFAULTS,

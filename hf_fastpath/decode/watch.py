@@ -66,7 +66,9 @@ class Watch:
         self._is_local = all(map(_is_ordinary, self._tensors))
         self._are_without_data = any(map(is_fake, self._tensors))
         self._elements_before = list(self._elements())
-        self._facts = self._facts_now()
+        is_known = self._is_local and not self._are_without_data
+        self._layouts_hold = compat.layouts_hold(self._tensors) if is_known else None
+        self._layouts, self._facts = self._layouts_now(), self._facts_now()
 
     def _hold_module(self, module: nn.Module, restless: Collection[str]) -> None:
         space = vars(module)
@@ -98,6 +100,7 @@ class Watch:
                 and all(now == before for now, before in walk.many)
                 and all(read() == before for read, before in walk.numbers)
                 and self._facts_now() == self._facts
+                and ((self._layouts_hold is not None and self._layouts_hold()) or self._layouts_now() == self._layouts)
             )
         except Exception:  # something is gone, or was replaced by what cannot be compared
             return False
@@ -112,13 +115,25 @@ class Watch:
             chain.from_iterable([read() for read in walk.readers]),
         )
 
+    def _locals(self) -> list[torch.Tensor]:
+        return self._tensors if self._is_local else list(map(compat.local_tensor, self._tensors))
+
     def _facts_now(self) -> tuple:
-        """Return where tensors are and of which type."""
-        tensors = self._tensors if self._is_local else list(map(compat.local_tensor, self._tensors))
+        """Return where tensors are."""
         if self._are_without_data:
             return ()
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
-        return addresses, list(map(torch.Tensor.stride, tensors)), [each.dtype for each in tensors], self._more_facts()
+        return list(map(torch.Tensor.data_ptr, self._locals())), self._more_facts()
+
+    def _layouts_now(self) -> tuple:
+        """Return of which types tensors are, and how their elements lie."""
+        if self._are_without_data:
+            return ()
+        tensors = self._locals()
+        return (
+            [each.dtype for each in tensors],
+            [each.shape for each in tensors],
+            list(map(torch.Tensor.stride, tensors)),
+        )
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
