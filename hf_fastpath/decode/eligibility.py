@@ -288,11 +288,8 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
             return Cause("attention_mask", f"{what}, for {length} tokens and {past_len} in the cache")
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
             return Cause("attention_mask", what)
-        if part.is_recorded and not bool(mask.all()):
-            if part.padding_reason is not None:
-                return part.padding_reason
-            if not part.takes_padding:
-                return Cause("attention_mask", "padding, which matters to more than attention, or not to it")
+        if part.is_recorded and not bool(mask.all()) and (reason := why_no_padding(part)) is not None:
+            return reason
     if position_ids is None:
         return Cause("position_ids", "None") if part.takes_positions and not part.has_encoder else None
     has_axes = part.is_multimodal and position_ids.dim() == 3
@@ -309,6 +306,13 @@ def _pad_token_reason(part: ModelPart, config: Any, batch: int) -> str | None:
     if batch == 1 or config.eos_token_id is None or not isinstance(pad, int) or 0 <= pad < known:
         return None
     return Cause("unsupported_input", f"pad_token_id={pad}, of {known} tokens")
+
+
+def why_no_padding(part: ModelPart) -> str | None:
+    """Return why a recorded step takes no rows that begin with padding, or None."""
+    if part.padding_reason is None and not part.takes_padding:
+        return Cause("attention_mask", "padding, which matters to more than attention, or not to it")
+    return part.padding_reason
 
 
 def is_left_padding(mask: torch.Tensor) -> bool:

@@ -90,7 +90,7 @@ class HeldObjects:
         if found is None:
             return self._first_changed_in_python
         function, python = found
-        before = _addresses(self._before, any_as=None)
+        before = _addresses(self._before)
         arguments = [python, _addresses(self.containers)]
         arguments += [(kind * len(held)).from_buffer(held) for kind, held in self._numbers()]
         return functools.partial(function, *arguments, before, len(self.containers))
@@ -145,9 +145,9 @@ def _objects(container: Any) -> Iterable[Any]:
     return list.__iter__(container)
 
 
-def _addresses(objects: list[Any], any_as: int | None = 0) -> ctypes.Array:
-    known = {id(_ANY): any_as, id(_END): None}
-    return (ctypes.c_void_p * len(objects))(*(known.get(id(each), id(each)) for each in objects))
+def _addresses(objects: list[Any]) -> ctypes.Array:
+    """Return pointers to objects; null pointers for the marks."""
+    return (ctypes.c_void_p * len(objects))(*(None if each is _ANY or each is _END else id(each) for each in objects))
 
 
 def _native() -> tuple[Any, ctypes.Array] | None:

@@ -112,14 +112,10 @@ class Walk:
         known = {*nn.Module.__mro__, compat.GenerationMixin}
         found = {base: None for module in self.modules for base in type(module).__mro__ if base not in known}
         for cls in found:
-            space = vars(cls)
-            self.namespaces.append(space)
-            is_base = cls.__module__.startswith("transformers.") and not cls.__module__.startswith(_MODELS)
-            for name, value in space.items():
-                if name not in _OF_CLASSES:
-                    where = f"{cls.__module__}.{cls.__qualname__}.{name}"
-                    self.values[where] = ("is", id(value)) if is_base else self.frozen(value, where)
-            self._visit_modules()
+            if cls not in self._classes:
+                is_base = cls.__module__.startswith("transformers.") and not cls.__module__.startswith(_MODELS)
+                self._freeze_class(cls, by_identity=is_base)
+                self._visit_modules()
 
     def note(self, where: str, value: Any) -> None:
         """Freeze a value."""
@@ -234,12 +230,15 @@ class Walk:
         """Freeze what a class of the user's holds, and what classes that it inherits from hold."""
         for base in cls.__mro__:
             if base not in self._classes and _is_users(base.__module__):
-                self._classes.add(base)
-                self.namespaces.append(vars(base))
-                for name, value in list(vars(base).items()):
-                    if name not in _OF_CLASSES:
-                        where = f"{base.__module__}.{base.__qualname__}.{name}"
-                        self.values[where] = self.frozen(value, where)
+                self._freeze_class(base)
+
+    def _freeze_class(self, cls: type, by_identity: bool = False) -> None:
+        self._classes.add(cls)
+        self.namespaces.append(vars(cls))
+        for name, value in list(vars(cls).items()):
+            if name not in _OF_CLASSES:
+                where = f"{cls.__module__}.{cls.__qualname__}.{name}"
+                self.values[where] = ("is", id(value)) if by_identity else self.frozen(value, where)
 
     def _contents(self, value: Any, where: str) -> Any:
         if not isinstance(value, types.FunctionType):

@@ -12,7 +12,7 @@ from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..reasons import Cause
 from .calls import Watch, next_positions_of, runs_users_code, settling
-from .eligibility import INDEX_DTYPES, is_left_padding, text_of
+from .eligibility import INDEX_DTYPES, is_left_padding, text_of, why_no_padding
 from .encoded import Encoded
 from .multimodal import Behind
 from .patched import Patched
@@ -173,9 +173,9 @@ class StandIn:
             self._starts = (mask == 0).sum(1)
         else:
             return False
-        if part.is_recorded and self._starts is not None and bool(self._starts.any()):
-            if part.padding_reason is not None or not part.takes_padding:
-                return False
+        is_padded = part.is_recorded and self._starts is not None and bool(self._starts.any())
+        if is_padded and why_no_padding(part) is not None:
+            return False
         if part.takes_positions and (positions is None or bool((positions == self._held).all())):
             self._positions = torch.full_like(self._positions, self._held)  # as forwards count by themselves
         return True
