@@ -241,7 +241,9 @@ def _anew(rank: int, folder: Path, name: str) -> nn.Module:
     torch.distributed.destroy_process_group()
     store = f"file://{folder}/store of {name}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=COUNT)
-    return spread(folder / "llama")
+    model = spread(folder / "llama")
+    torch.distributed.barrier()  # one rank may have loaded for longer than patch() waits here
+    return model
 
 
 def _assert_lost(name: str, model: nn.Module, before: dict, inputs: dict) -> None:

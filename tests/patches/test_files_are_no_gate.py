@@ -45,12 +45,16 @@ WAYS = {
 def assert_fast(ours: nn.Module, stock: nn.Module, ways: tuple[str, ...] = tuple(WAYS)) -> None:
     for way in ways:
         options = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0} | WAYS[way]()
-        found = []
-        for model in (stock, ours):
-            torch.manual_seed(3)
-            with counting(ours) as counts:
-                found.append(model.generate(**options))
-        assert torch.equal(*found), way
+        torch.manual_seed(3)
+        try:
+            expected = stock.generate(**options)
+        except TypeError:  # transformers before 5.18 crops layers of its cache that no module of the model has filled
+            assert way == "drafts" and len(getattr(*layers_of(stock))) < stock.config.num_hidden_layers
+            continue
+        torch.manual_seed(3)
+        with counting(ours) as counts:
+            found = ours.generate(**options)
+        assert torch.equal(found, expected), way
         assert counts.fast and not counts.fallback, (way, counts.reasons, str(hf_fastpath.report(ours)))
 
 

@@ -159,6 +159,7 @@ def test_pruned_heads_run_stock_with_a_reason(device):
     stock, given = stock.to(device), {name: each.to(device) for name, each in given.items()}
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     attention = ours.model.layers[0].self_attn
-    attention.v_proj = nn.Linear(attention.v_proj.in_features, attention.v_proj.out_features // 2, bias=False)
+    values = nn.Linear(attention.v_proj.in_features, attention.v_proj.out_features // 2, bias=False)
+    attention.v_proj = values.to(device)
     report = hf_fastpath.report(ours)
     assert report.loop == "unsupported_config" and "projections of [" in str(report)
