@@ -17,6 +17,7 @@ import csv
 import hashlib
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from models import build
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
-from hf_fastpath.decode.named_calls import Norm, Register
+from hf_fastpath.decode.named_calls import Call, Norm, Register, parameters
 from hf_fastpath.ops.kv_cache import KVCache
 from hf_fastpath.patching.state import state_of
 
@@ -66,6 +67,23 @@ def _text(value: Any, makers: dict[int, int]) -> str:
     return "function" if callable(value) else str(value)
 
 
+def _text_of(call: Call, makers: dict[int, int]) -> str:
+    """Return a call as text, its arguments in the op's order, without those that have their default."""
+    known = parameters(call.op)
+    named = dict(call.arguments)
+    if (packed := named.pop("packed", None)) is not None:
+        named |= {name: attrgetter(attribute)(packed) for name, attribute in packed.PARTS.items()}
+    values = {name: named.pop(name) for name in sorted(named) if name not in known and named[name] is not None}
+    given = {name: named[name] for name in known if name in named}
+    plain = (each for each in given if not _is_default(given[each], known[each]))
+    arguments = {name: given[name] for name in plain} | values
+    return f"{call.name}({', '.join(f'{name}={_text(each, makers)}' for name, each in arguments.items())})"
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return isinstance(value, (type(None), int, float, str)) and value == default  # numbers stand for choices
+
+
 def calls_of(case: str) -> list[str]:
     """Return the final calls of a step as text; the reason in their place if there is no step."""
     name, dtype, weights, batch = case.rsplit("-", 3)
@@ -80,11 +98,7 @@ def calls_of(case: str) -> list[str]:
     if plan is None:
         return [str(hf_fastpath.report(model).stats["reasons"])]
     makers = {call.out.index: place for place, call in enumerate(plan.program.calls)}
-    found = []
-    for call in plan.program.calls:
-        given = (f"{name}={_text(each, makers)}" for name, each in call.arguments.items())
-        found.append(f"{call.name}({', '.join(given)})")
-    return found
+    return [_text_of(call, makers) for call in plan.program.calls]
 
 
 def row_of(case: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Calls of ops with named arguments: a step is a list of such calls, and passes read and write such lists.
 
-An op's schema is flat. In a call, ``KVCache``, :class:`Norm` and :class:`HeadNorms` stand for the arguments that belong
-together, under the names ``cache``, ``norm`` and ``head_norms``; binding a call to its op takes these values apart.
+An op's schema is flat. In a call, ``KVCache``, :class:`Norm`, :class:`HeadNorms` and ``PackedWeight`` stand for the
+arguments that belong together, under the names ``cache``, ``norm``, ``head_norms`` and ``packed``. Binding a call to
+its op takes these values apart.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from ..choices import NormKind
 from ..ops.kv_cache import KVCache
+from ..quantization import PackedWeight
 
 Emit = Callable[..., Any]
 _NEEDED = object()
@@ -79,7 +81,7 @@ class HeadNorms:
 
 
 #: values that binding takes apart, by their name in a call
-_VALUES = {"cache": KVCache, "norm": Norm, "head_norms": HeadNorms}
+_VALUES = {"cache": KVCache, "norm": Norm, "head_norms": HeadNorms, "packed": PackedWeight}
 _APART = frozenset(_VALUES.values())
 
 
@@ -104,8 +106,10 @@ class Call:
 
 #: most of what calls are given; there are thousands of calls, and passes ask again and again
 _WITHOUT_REGISTERS = frozenset(
-    {type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device}
+    {type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, PackedWeight}
 )
+#: values that may hold tensors of the model
+_OF_TENSORS = (Norm, HeadNorms, PackedWeight)
 
 
 def registers_in(value: Any) -> list[Register]:
@@ -137,13 +141,13 @@ def read_by(call: Call) -> list[Register]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments: also those in lists and norms."""
+    """Yield the tensors in arguments: also those in lists, norms and weights."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)):
         for each in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(each)
-    elif isinstance(value, (Norm, HeadNorms)):
+    elif isinstance(value, _OF_TENSORS):
         for each in fields(value):
             yield from tensors_in(getattr(value, each.name))
 
@@ -156,7 +160,7 @@ def with_tensors(value: Any, here: dict[int, torch.Tensor]) -> Any:
         return {name: with_tensors(each, here) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(with_tensors(each, here) for each in value)
-    if isinstance(value, (Norm, HeadNorms)):
+    if isinstance(value, _OF_TENSORS):
         return replace(value, **{each.name: with_tensors(getattr(value, each.name), here) for each in fields(value)})
     return value
 
@@ -168,19 +172,12 @@ class Step:
     Attributes:
         rows: tokens of all sequences.
         one_call: an op for all layers may replace the layers.
-        many: ops for a few rows are to be replaced.
-        beside: if so, projections of one input may run beside each other: the projections behind the first have few
-            rows each, and leave most of a GPU idle.
-        attention: register of the ``attend.Attention`` that replaces attention over a cache, or None.
         programmatic_launch: kernels use programmatic dependent launch: they start before the kernels in front are
             complete.
     """
 
     rows: int
     one_call: bool = False
-    many: bool = False
-    beside: bool = False
-    attention: Register | None = None
     programmatic_launch: bool = False
 
 

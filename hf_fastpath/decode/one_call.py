@@ -75,7 +75,8 @@ class _Layer:
         kinds |= {self.up["transposed"]} if "transposed" in self.up else set()
         same = self.qkv["cos"], self.qkv["sin"], self.qkv["seq_lens"], self.attention["starts"], self.cache.table
         numbers = self.qkv["num_heads"], self.attention["scale"], self.up["activation"], self.calls[3].op
-        formats = self.qkv.get("format"), self.out.get("format"), self.up.get("format"), self.down.get("format")
+        weights = (call.get("packed") for call in (self.qkv, self.out, self.up, self.down))
+        formats = [None if each is None else each.format for each in weights]
         norms = [(norm.kind, norm.eps) for norm in self.norms]
         return (*map(id, same), *numbers, frozenset(kinds), *formats, *norms)
 
@@ -198,25 +199,26 @@ def _decode_layers(layers: list[_Layer], head: dict[str, Any]) -> dict[str, Any]
 def _packed_layers(layers: list[_Layer]) -> dict[str, Any] | None:
     """Return the arguments of ``ops.packed_layers``, or None if the op does not take these layers."""
     first = layers[0]
-    device = first.qkv["quants"].device.type
+    device = first.qkv["packed"].device.type
     matrices = [[layer.qkv, layer.out, layer.up, layer.down] for layer in layers]
     if device not in ops.packed_layers.native or any(m.get("bias") is not None for each in matrices for m in each):
         return None
-    if len({matrix["format"] for each in matrices for matrix in each}) > 1 or first.cache.table is not None:
+    if len({matrix["packed"].format for each in matrices for matrix in each}) > 1 or first.cache.table is not None:
         return None
     if first.qkv["norm"].weight is None:  # OLMo's
         return None
-    absent = first.qkv["quants"].new_empty(0, dtype=first.qkv["norm"].weight.dtype)
+    absent = first.qkv["packed"].quants.new_empty(0, dtype=first.qkv["norm"].weight.dtype)
     weights: list[torch.Tensor | None] = []
     for each in matrices:
         for matrix in each:
             if "norm" in matrix and matrix["norm"] is not None:
                 weights += [matrix["norm"].weight, matrix["norm"].bias]
-            weights += [matrix["quants"], matrix["scales"], matrix["zeros"]]
+            packed = matrix["packed"]
+            weights += [packed.quants, packed.scales, packed.zeros]
     arguments = _shared(layers) | dict(
         weights=[absent if p is None else p for p in weights],
-        multipliers=[matrix["multiplier"] for each in matrices for matrix in each],
-        format=first.qkv["format"],
+        multipliers=[matrix["packed"].multiplier for each in matrices for matrix in each],
+        format=first.qkv["packed"].format.packed_format,
         gated=first.calls[3].op is ops.packed_gemv_swiglu.overload,
     )
     return arguments

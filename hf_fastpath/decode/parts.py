@@ -34,6 +34,7 @@ from .modules import (
 )
 from .numbers import number_reason
 from .rank_calls import shard_of
+from .weight import Weight, halves, weight_of
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,12 @@ class MLPPart(Part):
         """Whether gate and up are one projection."""
         return self.spec.gate == self.spec.up
 
-    def gate_and_up(self) -> list[torch.Tensor]:
-        """Return the weights of gate and up: of two projections, or the halves of one projection as views."""
-        return list(self.up.weight.chunk(2)) if self.is_fused else [self.gate.weight, self.up.weight]
+    def gate_and_up(self) -> list[tuple[Weight, torch.Tensor | None]]:
+        """Return weight and bias of gate and up: of two projections, or the halves of one projection as views."""
+        weight, bias = weight_of(self.up)
+        if not self.is_fused:
+            return [weight_of(self.gate), (weight, bias)]
+        return list(zip(halves(weight), (None, None) if bias is None else bias.chunk(2)))
 
     def projections(self) -> list[nn.Module]:
         gate = None if self.is_fused else self.gate

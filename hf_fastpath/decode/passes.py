@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from .. import ops
-from .many_rows import few_to_many, replace_attention
+from ..quantization import PackedWeight
 from .named_calls import Call, Register, Step
 from .one_call import one_call
 from .rank_calls import through_peers
@@ -23,7 +23,7 @@ _MATRIX = {
     ops.gemv_swiglu.overload: "gate_weight",
     ops.joined_gemv.overload: "weights",
     ops.qkv_rope_append.overload: "q_weight",
-    ops.packed_gemv_swiglu.overload: "quants",
+    ops.packed_gemv_swiglu.overload: "packed",
 }
 _UNPACKED = (ops.gemv.overload, ops.gemv_swiglu.overload, ops.joined_gemv.overload, ops.qkv_rope_append.overload)
 #: product -> the later products whose (first) matrix it prefetches into the L2 cache
@@ -42,12 +42,13 @@ def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], st
         for call, following in pairwise(call for call in calls if call.op not in _BETWEEN):
             if following.op in _PREFETCHES.get(call.op, ()):
                 matrix = following.arguments[_MATRIX[following.op]]
-                call.arguments["next_weight"] = matrix[0] if isinstance(matrix, (list, tuple)) else matrix
+                matrix = matrix[0] if isinstance(matrix, (list, tuple)) else matrix
+                call.arguments["next_weight"] = matrix.quants if isinstance(matrix, PackedWeight) else matrix
     return calls
 
 
 #: the passes of a step in order; a new op that replaces several calls is one more entry
-PASSES: tuple[Pass, ...] = (one_call, replace_attention, few_to_many, through_peers, prefetch_next_weight)
+PASSES: tuple[Pass, ...] = (one_call, through_peers, prefetch_next_weight)
 
 
 def passed(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:

@@ -7,6 +7,7 @@ model's own parameters, so changed values take effect; if a parameter was moved 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .composed import READING_BUFFERS
 from .encoded import Encoded, EncodedMemory
 from .fetch import program_of
 from .graph import capture, random_numbers_in_turn
+from .lower import Lower
 from .named_calls import Register, Step
 from .plan_memory import PlanMemory, like
 from .positions import Positions
@@ -159,41 +161,39 @@ class DecodePlan:
         Returns:
             The register of the logits [batch, query_len, vocab_size], and what passes are told of the step.
         """
-        emit: steps.Emit = self.program.emit
+        step, emit = self._made_for(part.rows), self.program.emit
         registers = {} if self._angles is None else self._angles.registers
         tables = [table for pair in registers.values() for table in pair]
         rows: list[Register] = []
+        to = Lower(emit, step.rows, beside=True, early=step.programmatic_launch, device=self.device)
         if not part.is_recorded:
-            hidden, rows = steps.step_inputs(emit, part, self.tokens, self.positions, tables)
+            hidden, rows = steps.step_inputs(to, part, self.tokens, self.positions, tables)
         angles = dict(zip(registers, zip(rows[::2], rows[1::2])))
-        # Kernels may overlap: no call of the step writes a parameter or the KV table, and lengths change only before
-        # the step or in its last kernel.
-        programmatic_launch = self.device.type == "cuda"
         lens, starts = self.program.shared(self.seq_lens), self.program.shared(self.starts, is_constant=True)
         at = {}
         for device, own in self.memory.items():
-            fixed = own.kv_tables, own.workspace, programmatic_launch, own.staging, self.kv_dtype
+            fixed = own.kv_tables, own.workspace, own.staging, self.kv_dtype
             encoded = None if self._encoded is None else self._encoded.on(device)
             at[device] = Positions(angles, lens, starts, *fixed, encoded)
         if part.is_recorded:
             biases = [memory for _, memory in self._biases]
-            logits = part.record(self.program, self.inputs, self.positions, self._caches, self.states, biases, at)
-            return logits, self._made_for(programmatic_launch, part.rows)
+            given = self.inputs, self.positions, self._caches, self.states, biases
+            return part.record(self.program, to, *given, at), step
         for index, (layer, device) in enumerate(zip(part.layers, part.layer_devices)):
             self.program.move_to(device)
-            hidden = steps.decoder_layer(emit, layer, hidden, self._caches[index], at[device], index)
-        logits = steps.placed_logits(self.program, part, hidden, programmatic_launch)
-        return logits, self._made_for(programmatic_launch)
+            there = replace(to, device=device)
+            hidden = steps.decoder_layer(there, layer, hidden, self._caches[index], at[device], index)
+        return steps.placed_logits(self.program, to, part, hidden), step
 
-    def _made_for(self, programmatic_launch: bool, of_sequence: int = 1) -> Step:
+    def _made_for(self, of_sequence: int) -> Step:
         """Return the circumstances of the plan's calls, which decide what passes make of the calls."""
         # A graph of several sequences has one call for each op: that is what was measured.
         few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
+        # Kernels may overlap: no call of the step writes a parameter or the KV table, and lengths change only before
+        # the step or in its last kernel.
+        is_early = self.device.type == "cuda"
         rows = self.batch * self.query_len * of_sequence
-        many = rows > MAX_ROWS
-        return Step(
-            rows, one_call=few and self.query_len == 1, many=many, beside=many, programmatic_launch=programmatic_launch
-        )
+        return Step(rows, one_call=few and self.query_len == 1, programmatic_launch=is_early)
 
     def begin(
         self,

@@ -49,7 +49,6 @@ class Positions:
         kv_tables: for caches with pages (True) and others (False), see ``ops.rope_append``; without a table, the
             caches' own addresses are used.
         workspace: see ``ops.decode_attention``.
-        programmatic_launch: whether a kernel may start before the kernel in front has ended; see ``ops.gemv``.
         staging: where keys and values of the new tokens wait for ``ops.quantizing_attention``; None if projections
             append to the cache.
         kv_dtype: storage type of the caches, None if not known.
@@ -62,7 +61,6 @@ class Positions:
     starts: Any
     kv_tables: Mapping[bool, Any] = field(default_factory=dict)
     workspace: Any = None
-    programmatic_launch: bool = False
     staging: Staging | None = None
     kv_dtype: torch.dtype | None = None
     encoded: Any = None

@@ -25,7 +25,7 @@ from .attend import Attention, has_tensor_cores
 from .calls import position_ids_of
 from .draft_plan import DraftPlan, DraftReader
 from .fetch import program_of
-from .named_calls import Step
+from .lower import Lower
 from .parts import MoEPart
 from .plan_cache import PlanCache
 from .positions import Positions
@@ -122,21 +122,21 @@ class PromptProgram:
         caches: tuple[tuple[str, ...], ...],
     ):
         self._program = program_of(part, part.embedding.weight.device)
-        emit: steps.Emit = self._program.emit
+        emit = self._program.emit
         register = self._program.register
         self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))
         self._starts = register() if has_padding else None
         self._caches = [KVCache(**{name: register() for name in names}) for names in caches]
         self._angles = {kind: (register(), register()) for kind in part.rope_kinds}
-        hidden, _ = steps.step_inputs(emit, part, self._tokens, self._positions, [])
+        to = Lower(emit, rows, many=not at_once, attention=None if at_once else self._attention)
+        hidden, _ = steps.step_inputs(to, part, self._tokens, self._positions, [])
         at = Positions(self._angles, self._lengths, self._starts)
         for index, (layer, cache) in enumerate(zip(part.layers, self._caches)):
-            hidden = steps.decoder_layer(emit, layer, hidden, cache, at, index)
+            hidden = steps.decoder_layer(to, layer, hidden, cache, at, index)
         last = emit(_aten.narrow.default, hidden, 1, -1, 1)
-        self._program.optimize(Step(rows, many=not at_once, attention=None if at_once else self._attention))
-        logits = steps.scaled_logits(emit, part, steps.head(emit, part, last))
+        to = Lower(emit, batch)
+        logits = steps.scaled_logits(to, part, steps.head(to, part, last))
         emit(_aten.select.int, logits, 1, 0)
-        self._program.optimize(Step(batch, many=batch > MAX_ROWS))
 
     def run(
         self,

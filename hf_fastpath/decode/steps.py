@@ -1,13 +1,14 @@
-"""A decoder layer over a few new tokens, as op calls.
+"""A model with an architecture file over a few new tokens, in the terms of :class:`.lower.Lower`.
 
-Every function takes ``emit(op, **arguments)``. A patched module passes :func:`run`, which calls the op at once; a
-decode plan passes the ``emit`` of its program, which records the call. So there is one description of the layer.
+A patched module hands over a ``Lower`` that runs calls at once; a decode plan and a prompt hand over one that records
+them. So there is one description of the layer.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,19 +18,17 @@ from .. import ops
 from ..choices import Activation, NormKind
 from ..compat import ShardStyle
 from ..ops.kv_cache import KVCache
-from ..quantization.linear import joined as joined_weights
 from . import composed
 from .attention_part import AttentionPart
 from .layer_part import LayerPart
-from .modules import is_packed, is_transposed, weight_and_bias
-from .named_calls import Emit, HeadNorms, Norm, run
+from .lower import Lower
+from .named_calls import HeadNorms, Norm
 from .parts import FeedForwardPart, MLPPart, MoEPart, NormPart
 from .positions import Positions
 from .program import Program
-from .rank_calls import gathered, own_embeddings, own_inputs, own_rows, shard_of, style_of, summed
+from .rank_calls import own_embeddings, own_rows, shard_of, style_of, summed
 from .structure import ModelPart
-
-__all__ = ["Emit", "run"]
+from .weight import weight_of
 
 _aten = torch.ops.aten
 
@@ -43,69 +42,22 @@ def norm_of(part: NormPart | None) -> Norm | None:
 
 
 def projection(
-    emit: Emit,
+    to: Lower,
     linear: nn.Module,
     x: Any,
     residual: Any = None,
     activation: Activation = Activation.NONE,
     norm: NormPart | None = None,
-    programmatic_launch: bool = False,
 ) -> Any:
     """Emit ``activation(linear(norm(x))) + residual``; what all ranks make of it if the layer is spread over ranks."""
-    shard, style = shard_of(linear), style_of(linear)
-    if style is ShardStyle.SPLIT_ROWS:
-        x = emit(own_inputs, x=x, shard=shard)
-    is_summed = style in (ShardStyle.ROWS, ShardStyle.SPLIT_ROWS)
-    behind = None if is_summed else residual
-    made = _product(emit, linear, x, behind, activation, norm, programmatic_launch)
-    if is_summed:
-        return emit(summed, x=made, residual=residual, shard=shard)
-    return emit(gathered, x=made, shard=shard) if style is ShardStyle.GATHERED else made
+    weight, bias = weight_of(linear)
+    how = dict(bias=bias, residual=residual, activation=activation, norm=norm_of(norm))
+    return to.product(x, weight, shard_of(linear), **how)
 
 
-def _product(
-    emit: Emit,
-    linear: nn.Module,
-    x: Any,
-    residual: Any,
-    activation: Activation,
-    norm: NormPart | None,
-    programmatic_launch: bool,
-) -> Any:
-    """Emit :func:`projection` of what this rank has of the layer."""
-    behind = dict(residual=residual, activation=activation, norm=norm_of(norm), programmatic_launch=programmatic_launch)
-    if is_packed(linear):
-        return emit(ops.packed_gemv.overload, x=x, **packed(linear.op_weight()), bias=linear.bias, **behind)
-    weight, bias = weight_and_bias(linear)
-    transposed = is_transposed(linear)
-    return emit(ops.gemv.overload, x=x, weight=weight, bias=bias, transposed=transposed, **behind)
-
-
-def packed(weight: tuple) -> dict[str, Any]:
-    """Return a quantized weight as arguments of an op."""
-    return dict(zip(("quants", "scales", "zeros", "multiplier", "format"), weight))
-
-
-def joined(linears: list[nn.Module]) -> dict[str, Any] | None:
-    """Return quantized projections of one input as one weight, if they lie side by side in memory; else None."""
-    together = joined_weights(linears) if all(map(is_packed, linears)) else None
-    return None if together is None else packed(together)
-
-
-def _norm_op(part: NormPart, programmatic_launch: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return an op that computes the norm of ``x``, and the op's other arguments."""
-    norm = norm_of(part)
-    weight = {"weight": norm.weight, "eps": norm.eps}
-    if norm.kind.is_rms:
-        weight |= {"weight_offset": norm.kind.weight_offset, "programmatic_launch": programmatic_launch}
-        return ops.rms_norm.overload, weight
-    return ops.layer_norm.overload, weight | {"bias": norm.bias}
-
-
-def norm(emit: Emit, part: NormPart, x: Any, residual: Any = None, programmatic_launch: bool = False) -> Any:
+def norm(to: Lower, part: NormPart, x: Any, residual: Any = None) -> Any:
     """Emit ``residual + part(x)``."""
-    op, arguments = _norm_op(part, programmatic_launch)
-    return emit(op, x=x, **arguments, residual=residual)
+    return to.normed(x, norm_of(part), residual)
 
 
 def head_norms(part: AttentionPart) -> HeadNorms | None:
@@ -116,33 +68,28 @@ def head_norms(part: AttentionPart) -> HeadNorms | None:
     return HeadNorms(q.weight, k.weight, q.eps, q.kind.weight_offset)
 
 
-def _queries_composed(
-    emit: Emit, part: AttentionPart, x: Any, cache: KVCache, at: Positions, norm: NormPart | None
-) -> Any:
-    """Emit what ``ops.qkv_rope_append`` computes, for attention that the op does not support."""
+def _queries(to: Lower, part: AttentionPart, x: Any, cache: KVCache, at: Positions, norm: NormPart | None) -> Any:
+    """Emit rotated queries, and the append of keys and values."""
     linears = part.projections()[:-1]
-    together = joined(linears)
-    if together is not None:
-        qkv = emit(
-            ops.packed_gemv.overload, x=x, **together, norm=norm_of(norm), programmatic_launch=at.programmatic_launch
-        )
-    else:
-        projected = [
-            projection(emit, linear, x, norm=norm, programmatic_launch=at.programmatic_launch) for linear in linears
-        ]
-        qkv = projected[0] if len(projected) == 1 else emit(composed.concatenated, *projected)
+    store = at.store(part, cache) | at.angles_of(part) | dict(num_heads=part.num_heads)
+    weights, biases = map(list, zip(*map(weight_of, linears)))
+    if not part.is_composed:
+        others = dict(norm=norm_of(norm), head_norms=head_norms(part))
+        queries = to.queries(x, weights, biases, store, **others)
+        if queries is not None:
+            return queries
+    projected = to.projections(x, weights, biases, norm_of(norm), [shard_of(each) for each in linears])
+    qkv = projected[0] if len(projected) == 1 else to.emit(composed.concatenated, *projected)
     if part.spec.by_kv_head:
-        qkv = emit(composed.ungrouped, qkv=qkv, head_dim=part.head_dim, group=part.group)
+        qkv = to.emit(composed.ungrouped, qkv=qkv, head_dim=part.head_dim, group=part.group)
     if part.repeats_kv:
         sizes = dict(num_heads=part.num_heads, head_dim=part.head_dim, group=part.group)
-        qkv = emit(composed.repeated_kv, qkv=qkv, **sizes)
-    store = at.store(part, cache) | at.angles_of(part)
-    store |= dict(head_norms=head_norms(part), programmatic_launch=at.programmatic_launch)
-    return emit(ops.rope_append.overload, qkv=qkv, bias=None, **store, num_heads=part.num_heads)
+        qkv = to.emit(composed.repeated_kv, qkv=qkv, **sizes)
+    return to.append(dict(qkv=qkv), store, head_norms(part))
 
 
 def attention(
-    emit: Emit,
+    to: Lower,
     part: AttentionPart,
     x: Any,
     cache: KVCache,
@@ -152,91 +99,50 @@ def attention(
     norm: NormPart | None = None,
 ) -> Any:
     """Emit ``residual + part(norm(x))``, which appends to ``cache``, the cache of the model's ``layer``-th layer."""
-    *qkv, out = part.projections()
     placed = at.placed(cache, layer)
-    together = None if part.is_composed or part.head_norms or cache.is_paged else joined(qkv)
-    if together is None and (part.is_composed or any(map(is_packed, qkv))):
-        queries = _queries_composed(emit, part, x, placed, at, norm)
-    else:
-        store = at.store(part, placed) | at.angles_of(part)
-        store |= dict(num_heads=part.num_heads, norm=norm_of(norm), programmatic_launch=at.programmatic_launch)
-        if together is not None:
-            queries = emit(ops.packed_qkv_rope_append.overload, x=x, **together, **store)
-        else:
-            absent = [None] * (3 - len(qkv))  # one projection may hold q, k and v
-            kinds = ("weight", "bias")
-            weights = {
-                f"{role}_{kind}": each
-                for kind in kinds
-                for role, each in zip("qkv", [getattr(linear, kind) for linear in qkv] + absent)
-            }
-            store |= dict(transposed=is_transposed(qkv[0]), head_norms=head_norms(part))
-            queries = emit(ops.qkv_rope_append.overload, x=x, **weights, **store)
+    queries = _queries(to, part, x, placed, at, norm)
     seen = dict(seq_lens=at.seq_lens, starts=at.starts, scale=part.scaling, window=part.window or 0)
-    how = dict(workspace=at.workspace, programmatic_launch=at.programmatic_launch)
-    how |= dict(sinks=part.sinks, softcap=part.softcap)
-    if at.staging is not None:
-        new = at.staging.of(part)
-        mixed = emit(ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v, cache=placed, **seen, **how)
-    else:
-        mixed = emit(ops.decode_attention.overload, q=queries, cache=placed, **seen, **how)
-    return projection(emit, out, mixed, residual, programmatic_launch=at.programmatic_launch)
+    seen |= dict(workspace=at.workspace, sinks=part.sinks, softcap=part.softcap)
+    mixed = to.attend(queries, placed, None if at.staging is None else at.staging.of(part), **seen)
+    return projection(to, part.projections()[-1], mixed, residual)
 
 
-def mlp(
-    emit: Emit,
-    part: MLPPart,
-    x: Any,
-    residual: Any = None,
-    norm: NormPart | None = None,
-    programmatic_launch: bool = False,
-) -> Any:
+def mlp(to: Lower, part: MLPPart, x: Any, residual: Any = None, norm: NormPart | None = None) -> Any:
     """Emit ``residual + part(norm(x))``."""
-    how = dict(activation=part.activation, norm=norm_of(norm), programmatic_launch=programmatic_launch)
     if part.gate is None:
-        hidden = projection(
-            emit, part.up, x, activation=part.activation, norm=norm, programmatic_launch=programmatic_launch
-        )
-    elif part.is_fused and style_of(part.up) is ShardStyle.GATHERED:  # a rank's rows are of other features than its own
-        both = projection(emit, part.up, x, norm=norm, programmatic_launch=programmatic_launch)
-        halves = emit(_aten.chunk.default, both, 2, -1)
-        gate, up = (emit(operator.getitem, halves, place) for place in range(2))
-        hidden = emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=part.activation)
-    elif (together := joined(part.projections()[:-1])) is not None:
-        hidden = emit(ops.packed_gemv_swiglu.overload, x=x, **together, **how)
-    elif not is_packed(part.up) and not is_packed(part.gate) and part.gate.bias is None and part.up.bias is None:
-        gate, up = part.gate_and_up()
-        hidden = emit(ops.gemv_swiglu.overload, x=x, gate_weight=gate, up_weight=up, **how)
+        hidden = projection(to, part.up, x, activation=part.activation, norm=norm)
+    elif style_of(part.up) is ShardStyle.GATHERED:  # a rank's rows are of other features than its own
+        if part.is_fused:
+            halves = to.emit(_aten.chunk.default, projection(to, part.up, x, norm=norm), 2, -1)
+            gate, up = (to.emit(operator.getitem, halves, place) for place in range(2))
+        else:
+            gate, up = (projection(to, each, x, norm=norm) for each in (part.gate, part.up))
+        hidden = to.emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=part.activation)
     else:
-        gate, up = (
-            projection(emit, linear, x, norm=norm, programmatic_launch=programmatic_launch)
-            for linear in (part.gate, part.up)
-        )
-        hidden = emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=part.activation)
-    return projection(emit, part.down, hidden, residual, programmatic_launch=programmatic_launch)
+        weights, biases = zip(*part.gate_and_up())
+        hidden = to.gated(x, *weights, part.activation, norm=norm_of(norm), biases=biases)
+    return projection(to, part.down, hidden, residual)
 
 
 def mixture(
-    emit: Emit,
+    to: Lower,
     part: MoEPart,
     x: Any,
     residual: Any = None,
     norm: NormPart | None = None,
-    programmatic_launch: bool = False,
     experts: Callable[..., Any] = ops.routed_experts.overload,
 ) -> Any:
     """Emit ``residual + part(norm(x))`` as ``experts`` computes it; ``composed.experts_and_weights`` is one such op."""
     if norm is not None and part.spec.transposed:  # the kernels of such experts take no norm
-        op, arguments = _norm_op(norm, programmatic_launch)
-        x, norm = emit(op, x=x, **arguments), None
+        x, norm = to.normed(x, norm_of(norm)), None
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
     shard, others = shard_of(part.experts), dict(zip(("alpha", "limit"), part.gate_limits))
     if style_of(part.experts) in (ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS):
         others["first_expert"] = shard.first
-    made = emit(
+    made = to.experts(
         experts,
         x=x,
-        logits=projection(emit, part.router, x, norm=norm, programmatic_launch=programmatic_launch),
+        logits=projection(to, part.router, x, norm=norm),
         norm=norm_of(norm),
         gate_up_weight=gate_up,
         down_weight=down,
@@ -245,28 +151,20 @@ def mixture(
         normalized=part.is_normalized,
         rounded=part.spec.rounded,
         activation=part.activation,
-        programmatic_launch=programmatic_launch,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         transposed=part.spec.transposed,
         **others,
     )
-    return made if shard is None else emit(summed, x=made, residual=residual, shard=shard)
+    return made if shard is None else to.emit(summed, x=made, residual=residual, shard=shard)
 
 
-def feed_forward(emit: Emit, part: FeedForwardPart, *arguments: Any) -> Any:
+def feed_forward(to: Lower, part: FeedForwardPart, *arguments: Any) -> Any:
     """Emit :func:`mlp` or :func:`mixture`."""
-    return (mixture if isinstance(part, MoEPart) else mlp)(emit, part, *arguments)
+    return (mixture if isinstance(part, MoEPart) else mlp)(to, part, *arguments)
 
 
-def _added(
-    emit: Emit,
-    part: LayerPart,
-    stream: Any,
-    post_norm: NormPart | None,
-    programmatic_launch: bool,
-    block: Callable[[Any], Any],
-) -> Any:
+def _added(to: Lower, part: LayerPart, stream: Any, post_norm: NormPart | None, block: Callable[[Any], Any]) -> Any:
     """Emit ``stream + residual_multiplier * post_norm(block)``.
 
     Args:
@@ -276,28 +174,28 @@ def _added(
         return block(stream)
     out = block(None)
     if post_norm is not None and part.residual_multiplier == 1:
-        return norm(emit, post_norm, out, stream, programmatic_launch)
+        return norm(to, post_norm, out, stream)
     if post_norm is not None:
-        out = norm(emit, post_norm, out, None, programmatic_launch)
-    return emit(composed.scaled_sum, x=stream, y=out, factor=part.residual_multiplier)
+        out = norm(to, post_norm, out)
+    return to.emit(composed.scaled_sum, x=stream, y=out, factor=part.residual_multiplier)
 
 
-def decoder_layer(emit: Emit, part: LayerPart, hidden: Any, cache: KVCache, at: Positions, layer: int) -> Any:
+def decoder_layer(to: Lower, part: LayerPart, hidden: Any, cache: KVCache, at: Positions, layer: int) -> Any:
     """Emit the whole layer; ``hidden`` is [batch, query_len, hidden_size], and so is the result."""
 
     def attend(residual: Any) -> Any:
-        return attention(emit, part.attention, hidden, cache, at, layer, residual, part.attention_norm)
+        return attention(to, part.attention, hidden, cache, at, layer, residual, part.attention_norm)
 
-    attended = _added(emit, part, hidden, part.attention_post_norm, at.programmatic_launch, attend)
+    attended = _added(to, part, hidden, part.attention_post_norm, attend)
     source = hidden if part.is_parallel else attended
 
     def transform(residual: Any) -> Any:
-        return feed_forward(emit, part.mlp, source, residual, part.mlp_norm, at.programmatic_launch)
+        return feed_forward(to, part.mlp, source, residual, part.mlp_norm)
 
-    return _added(emit, part, attended, part.mlp_post_norm, at.programmatic_launch, transform)
+    return _added(to, part, attended, part.mlp_post_norm, transform)
 
 
-def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables: list[Any]) -> tuple[Any, list[Any]]:
+def step_inputs(to: Lower, part: ModelPart, tokens: Any, positions: Any, tables: list[Any]) -> tuple[Any, list[Any]]:
     """Emit what the first layer takes.
 
     Args:
@@ -307,6 +205,7 @@ def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables
     Returns:
         [batch, query_len, hidden_size], and the rows of ``tables`` at the positions.
     """
+    emit = to.emit
     learned = None if part.position_embedding is None else part.position_embedding.weight
     shard, weight = shard_of(part.embedding), part.embedding.weight
     # else there are steps before the sum
@@ -335,29 +234,27 @@ def step_inputs(emit: Emit, part: ModelPart, tokens: Any, positions: Any, tables
     return hidden, rows
 
 
-def head(emit: Emit, part: ModelPart, hidden: Any, is_normed: bool = False, programmatic_launch: bool = False) -> Any:
+def head(to: Lower, part: ModelPart, hidden: Any, is_normed: bool = False) -> Any:
     """Emit the final norm, unless ``hidden`` has passed it, and the head."""
-    norm = None if is_normed else part.final_norm
-    return projection(emit, part.head, hidden, norm=norm, programmatic_launch=programmatic_launch)
+    return projection(to, part.head, hidden, norm=None if is_normed else part.final_norm)
 
 
-def placed_logits(program: Program, part: ModelPart, hidden: Any, programmatic_launch: bool) -> Any:
+def placed_logits(program: Program, to: Lower, part: ModelPart, hidden: Any) -> Any:
     """Emit the final norm, the head and what the model computes from the head's output, each where its weights are."""
     program.move_to(part.norm_device)
     is_apart = part.norm_device != part.head_device
     if is_apart:
-        hidden = norm(program.emit, part.final_norm, hidden, programmatic_launch=programmatic_launch)
+        hidden = norm(to, part.final_norm, hidden)
         program.move_to(part.head_device)
-    logits = head(program.emit, part, hidden, is_apart, programmatic_launch)
-    return scaled_logits(program.emit, part, logits)
+    return scaled_logits(to, part, head(replace(to, device=part.head_device), part, hidden, is_apart))
 
 
-def scaled_logits(emit: Emit, part: ModelPart, logits: Any) -> Any:
+def scaled_logits(to: Lower, part: ModelPart, logits: Any) -> Any:
     """Emit what the model computes from its head's output."""
     if part.logits_multiplier != 1:
-        logits = emit(_aten.mul.Scalar, logits, part.logits_multiplier)
+        logits = to.emit(_aten.mul.Scalar, logits, part.logits_multiplier)
     if part.logits_divisor != 1:
-        logits = emit(_aten.div.Scalar, logits, part.logits_divisor)
+        logits = to.emit(_aten.div.Scalar, logits, part.logits_divisor)
     if part.logits_softcap:
-        logits = emit(composed.soft_capped, x=logits, cap=part.logits_softcap)
+        logits = to.emit(composed.soft_capped, x=logits, cap=part.logits_softcap)
     return logits

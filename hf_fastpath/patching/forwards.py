@@ -31,8 +31,9 @@ from ..decode import composed, steps
 from ..decode.attend import Attention, has_tensor_cores
 from ..decode.attention_part import AttentionPart
 from ..decode.layer_part import LayerPart
-from ..decode.many_rows import ManyRows, few_rows
+from ..decode.lower import Lower
 from ..decode.modules import apply_dropout, child
+from ..decode.named_calls import run
 from ..decode.parts import MLPPart, MoEPart
 from ..decode.positions import Positions
 from ..decode.structure import full_angles
@@ -42,6 +43,11 @@ from .module_patch import CAPTURED, KEY, ModulePatch, stock
 from .over_cache import ByDesign, Call, is_few
 
 
+def _at_once(x: torch.Tensor, attention: Attention | None = None) -> Lower:
+    """Return what runs ops for as many rows as ``x`` has, with this attention."""
+    return Lower(run, x.numel() // max(1, x.shape[-1]), attention=attention)
+
+
 def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     patch: ModulePatch | None = vars(self).get(KEY)
     if patch is None:
@@ -49,7 +55,7 @@ def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     reason = patch.reason_now(hidden_states) or patch.parameters_reason(hidden_states) or patch.part.eps_reason()
     if reason is not None:
         return stock(self, reason, hidden_states)
-    return steps.norm(steps.run, patch.part, hidden_states)
+    return steps.norm(_at_once(hidden_states), patch.part, hidden_states)
 
 
 def _activate(op: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
@@ -67,8 +73,10 @@ def _mixture(patch: ModulePatch, part: MoEPart, hidden_states: torch.Tensor) -> 
         reason = reason or (CAPTURED if outputs_are_captured() else None)
         if reason is None:
             if not part.spec.returns_weights:
-                return steps.mixture(steps.run, part, hidden_states)
-            out, weights = steps.mixture(steps.run, part, hidden_states, experts=composed.experts_and_weights)
+                return steps.mixture(_at_once(hidden_states), part, hidden_states)
+            out, weights = steps.mixture(
+                _at_once(hidden_states), part, hidden_states, experts=composed.experts_and_weights
+            )
             return out, weights.to(hidden_states.dtype)
     return stock(part.module, reason, hidden_states)
 
@@ -87,7 +95,7 @@ def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         return stock(self, reason, hidden_states)
     if is_few(hidden_states):
         if part.reason() is None and patch.parameters_reason(hidden_states) is None:
-            return steps.mlp(steps.run, part, hidden_states)
+            return steps.mlp(_at_once(hidden_states), part, hidden_states)
     # With many rows, gradients, or projections with code of their own (LoRA, quantized), only the activation is fused.
     if part.gate is None:
         if part.activation not in (Activation.GELU, Activation.GELU_TANH):
@@ -107,12 +115,12 @@ class _OverCache:
     """New tokens over one layer of a FastpathCache.
 
     Attributes:
-        emit: the ``emit`` of :mod:`.decode.steps`, which runs the ops.
+        to: runs the ops.
     """
 
     layer: FastpathLayer
     at: Positions
-    emit: steps.Emit
+    to: Lower
     num_tokens: int
 
     @property
@@ -135,7 +143,7 @@ def _over_cache(
     cache, index, layer, named, starts = call.cache, call.index, call.layer, call.named, call.starts
     query_len = call.query_len
     layer.reserve(query_len)
-    lengths, emit = cache.seq_lens(index, query_len), steps.run
+    lengths, to = cache.seq_lens(index, query_len), _at_once(x)
     starts = None if starts is None else starts.expand(len(x)).contiguous()
     total = layer.cumulative_length + query_len
     if query_len > 1 and total > layer.capacity:  # the newest tokens take the oldest slots of a window's ring buffer
@@ -143,11 +151,11 @@ def _over_cache(
             return None
     elif query_len > 1 and (not is_few(x) or has_tensor_cores(x.device, x.dtype, part.head_dim)):
         attention = Attention(query_len, total, lengths, starts)
-        emit = few_rows(attention) if is_few(x) else ManyRows(attention, x.shape[0] * query_len)
+        to = _at_once(x, attention)
     angles = named.get("position_embeddings")
     if angles is not None:
         angles = {part.layer_type: tuple(full_angles(part.architecture, table.to(x.dtype)) for table in angles)}
-    return _OverCache(layer, Positions(angles or {}, lengths, starts), emit, query_len)
+    return _OverCache(layer, Positions(angles or {}, lengths, starts), to, query_len)
 
 
 def _stock_over_cache(patch: ModulePatch, reason: str | None, x: torch.Tensor, args: tuple, kwargs: dict) -> Any:
@@ -165,7 +173,7 @@ def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs
     found = _over_cache(patch, patch.part, hidden_states, args, kwargs)
     if not isinstance(found, _OverCache):
         return _stock_over_cache(patch, found, hidden_states, args, kwargs)
-    out = steps.attention(found.emit, patch.part, hidden_states, found.buffers, found.at, self.layer_idx)
+    out = steps.attention(found.to, patch.part, hidden_states, found.buffers, found.at, self.layer_idx)
     found.layer.advance(found.num_tokens)
     return out, None
 
@@ -179,7 +187,7 @@ def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: An
     if not isinstance(found, _OverCache):
         return _stock_over_cache(patch, found, hidden_states, args, kwargs)
     index = part.attention.module.layer_idx
-    out = steps.decoder_layer(found.emit, part, hidden_states, found.buffers, found.at, index)
+    out = steps.decoder_layer(found.to, part, hidden_states, found.buffers, found.at, index)
     found.layer.advance(found.num_tokens)
     return (out, None) if part.spec.returns_weights else out
 
@@ -192,8 +200,7 @@ def head(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         return stock(self, None, x)
     if patch.reason_now(x) or replaced_function(self) or patch.part.reason() or patch.parameters_reason(x):
         return stock(self, None, x)  # only the product is lost, in a forward that counts its own reasons
-    emit = steps.run if is_few(x) else ManyRows(None, x.numel() // x.shape[-1])
-    return steps.projection(emit, self, x)
+    return steps.projection(_at_once(x), self, x)
 
 
 def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -108,9 +108,45 @@ class PackedWeight:
     zeros: torch.Tensor | None
     multiplier: float
 
+    #: argument of an op -> attribute
+    PARTS: ClassVar[dict[str, str]] = {
+        "quants": "quants",
+        "scales": "scales",
+        "zeros": "zeros",
+        "multiplier": "multiplier",
+        "format": "format.packed_format",
+    }
+
     @property
     def out_features(self) -> int:
         return self.quants.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.quants.device
+
+    @staticmethod
+    def joined(weights: Sequence[PackedWeight]) -> PackedWeight | None:
+        """Return weights over the same input as one weight, or None if they do not lie behind each other in memory."""
+        first = weights[0]
+        kind = first.format, first.in_features, first.multiplier
+        if any((each.format, each.in_features, each.multiplier) != kind for each in weights):
+            return None
+        parts: dict[str, torch.Tensor | None] = {}
+        for name in ("quants", "scales", "zeros"):
+            tensors = [getattr(each, name) for each in weights]
+            if tensors[0] is None:
+                parts[name] = None
+                continue
+            storage, at = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
+            for tensor in tensors:
+                lies_behind = tensor.untyped_storage().data_ptr() == storage and tensor.data_ptr() == at
+                if not lies_behind or not tensor.is_contiguous():
+                    return None
+                at += tensor.nbytes
+            shape = sum(len(tensor) for tensor in tensors), tensors[0].shape[1]
+            parts[name] = tensors[0].as_strided(shape, tensors[0].stride())
+        return replace(first, **parts)
 
     def split(self, rows: Sequence[int]) -> list[PackedWeight]:
         """Split the weight into views of so many rows each."""

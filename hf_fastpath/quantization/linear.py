@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,6 @@ from ..registry import FLOAT_DTYPES, OpSpec
 from .absent_weight import REMEDY, AbsentWeight
 from .formats import PackedWeight
 
-_PARTS = ("quants", "scale_bits", "zeros")
 #: attribute with the parameter that was quantized, while that is tied to others
 QUANTIZED_OF = "_hf_fastpath_quantized_of"
 
@@ -91,14 +90,11 @@ class PackedLinear(nn.Module):
         """The weight; its tensors are those of this module."""
         return PackedWeight(self.format, self.in_features, self.quants, self.scales, self.zeros, self.multiplier)
 
-    def op_weight(self) -> tuple:
-        """Return the weight as ``ops.packed_gemv`` takes it."""
-        return self.quants, self.scales, self.zeros, self.multiplier, self.format.packed_format
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         op = self._op_for(x)
         if op is not None:
-            return op(x, *self.op_weight(), self.bias)
+            parts = self.quants, self.scales, self.zeros, self.multiplier, self.format.packed_format
+            return op(x, *parts, self.bias)
         return nn.functional.linear(x, self.packed.dequantize(x.dtype), self.bias)
 
     def _op_for(self, x: torch.Tensor) -> OpSpec | None:
@@ -114,31 +110,3 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format.name}"
-
-
-def joined(linears: Sequence[PackedLinear]) -> tuple | None:
-    """Return the weights of layers that take the same input as one weight for ``ops.packed_gemv``.
-
-    Returns:
-        None if the weights do not lie behind each other in memory, or a layer has a bias.
-    """
-    first = linears[0]
-    kind = first.format, first.in_features, first.multiplier
-    if any((each.format, each.in_features, each.multiplier) != kind or each.bias is not None for each in linears):
-        return None
-    parts: list[torch.Tensor | None] = []
-    for name in _PARTS:
-        tensors = [getattr(each, name) for each in linears]
-        if tensors[0] is None:
-            parts.append(None)
-            continue
-        storage = tensors[0].untyped_storage().data_ptr()
-        at = tensors[0].data_ptr()
-        for tensor in tensors:
-            if tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() != at or not tensor.is_contiguous():
-                return None
-            at += tensor.nbytes
-        rows = sum(len(tensor) for tensor in tensors)
-        parts.append(tensors[0].as_strided((rows, tensors[0].shape[1]), tensors[0].stride()))
-    quants, bits, zeros = parts
-    return quants, bits.view(torch.float16), zeros, first.multiplier, first.format.packed_format

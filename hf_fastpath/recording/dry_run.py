@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..decode.encoded import EncodedMemory
+from ..decode.lower import Lower
 from ..decode.positions import Positions
 from ..decode.program import Program
 from ..ops.kv_cache import KVCache
@@ -28,4 +29,4 @@ def dry_run(part: Any) -> None:
     shape = torch.zeros(1, 1, dtype=torch.long)
     biases = [each.memory(shape.device) for each in part.biases(1)]
     tokens = torch.zeros(1, 1, *part.token_shape, dtype=torch.long)
-    part.record(program, tokens, shape, caches, part.states(1), biases, at)
+    part.record(program, Lower(program.emit, 1), tokens, shape, caches, part.states(1), biases, at)

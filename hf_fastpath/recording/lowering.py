@@ -12,6 +12,7 @@ import torch
 from .. import ops
 from ..choices import Activation, NormKind, Rotation
 from ..decode import composed, many_rows
+from ..decode.lower import Lower
 from ..decode.named_calls import Call, Register
 from ..decode.positions import Positions
 from ..ops.gemv import MAX_ROWS
@@ -31,7 +32,8 @@ class Lowering:
 
     Args:
         part: the model.
-        program: gets the calls of the plan.
+        program: is told nothing but by subclasses, which go from device to device.
+        to: gets what the list computes, and makes the calls of it.
         recording: the list, after its passes.
         given: register -> what the plan has for it.
         caches: the cache of each layer.
@@ -42,12 +44,13 @@ class Lowering:
         self,
         part: Any,
         program: Any,
+        to: Lower,
         recording: Recording,
         given: Mapping[int, Any],
         caches: list[KVCache],
         at: Mapping[torch.device, Positions],
     ):
-        self._recording, self._emit, self._caches = recording, program.emit, caches
+        self._recording, self._to, self._emit, self._caches = recording, to, to.emit, caches
         self._at, self._attentions = at[part.devices[0]], [layer.attention for layer in part.layers]
         self._values: dict[int, Any] = dict(given)
         self._pending: dict[int, tuple[Any, Any]] = {}  # layer -> keys and values that are not in its cache yet
@@ -91,36 +94,19 @@ class Lowering:
 
     # ---- rules ------------------------------------------------------------------------------------------------
 
-    def _linear(
-        self, call: Call, x, weight, bias, transposed=False, activation=Activation.NONE, residual=None, norm=None
-    ) -> Any:
-        behind = dict(bias=bias, residual=residual, activation=activation, transposed=transposed)
-        if weight in self._quantized or takes_product(self._recording, call):
-            return self._product(x, weight, norm, **behind)
-        return self._emit(many_rows.linear, x=x, weight=weight, **behind)
-
-    def _product(
-        self, x, weight, norm=None, bias=None, residual=None, activation=Activation.NONE, transposed=False
-    ) -> Any:
-        how = dict(bias=bias, residual=residual, activation=activation, norm=norm)
-        how |= dict(programmatic_launch=self._at.programmatic_launch)
-        if weight in self._quantized:
-            return self._emit(ops.packed_gemv.overload, x=x, **self._quantized.arguments(weight), **how)
-        return self._emit(ops.gemv.overload, x=x, weight=weight, transposed=transposed, **how)
+    def _linear(self, call: Call, x, weight, bias, transposed=False, **others) -> Any:
+        fits = weight in self._quantized or takes_product(self._recording, call)
+        return self._to.product(x, self._quantized.weight(weight, transposed), bias=bias, fits=fits, **others)
 
     def _normed(self, call: Call, x, norm, unit_offset=False, residual=None, factor=None) -> Any:
         if norm.kind == NormKind.LAYER and unit_offset:
             op = composed.unit_offset_layer_norm
             return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
-        if norm.kind == NormKind.LAYER:
-            op = ops.layer_norm.overload
-            return self._emit(op, x=x, weight=norm.weight, bias=norm.bias, eps=norm.eps, residual=residual)
-        how = dict(eps=norm.eps, residual=residual, weight_offset=1.0 if unit_offset else 0.0, factor=factor)
-        how |= dict(programmatic_launch=self._at.programmatic_launch)
-        return self._emit(ops.rms_norm.overload, x=x, weight=norm.weight, **how)
+        norm = replace(norm, kind=NormKind.RMS_OFFSET) if unit_offset else norm
+        return self._to.normed(x, norm, residual, factor)
 
     def _add_normed(self, call: Call, x, residual, norm) -> Any:
-        how = dict(weight=norm.weight, eps=norm.eps, programmatic_launch=self._at.programmatic_launch)
+        how = dict(weight=norm.weight, eps=norm.eps, programmatic_launch=self._to.early)
         return self._emit(ops.add_rms_norm.overload, x=x, residual=residual, **how)
 
     def _view(self, call: Call, /, **arguments) -> Any:
@@ -151,11 +137,8 @@ class Lowering:
 
     def _over_encoded(self, queries: Any, layer: int, scale: float, softcap: float, **others: Any) -> Any:
         at, places = self._at, self._at.encoded
-        return self._emit(
-            ops.decode_attention.overload, q=queries, cache=places.caches[layer], seq_lens=places.ends,
-            starts=places.starts, scale=scale, softcap=softcap, workspace=at.workspace,
-            programmatic_launch=at.programmatic_launch, **others,
-        )  # fmt: skip
+        seen = dict(seq_lens=places.ends, starts=places.starts, scale=scale, softcap=softcap, workspace=at.workspace)
+        return self._to.attend(queries, places.caches[layer], None, **seen, **others)
 
     def _latent_attend(
         self, call: Call, q, states, layer, scale, window, weight, cos=None, sin=None, rotation=Rotation.HALVES
@@ -180,7 +163,7 @@ class Lowering:
         batch, heads, _, dim = fact.shape
         attention, cache = self._attentions[layer], self._at.placed(self._caches[layer], layer)
         turned, by_head = attention.value_dim, weight.detach().view(heads, -1, attention.cache_shape[1])
-        how = dict(programmatic_launch=self._at.programmatic_launch)
+        how = dict(programmatic_launch=self._to.early)
         q, border = self._emit(_aten.select.int, q, 2, 0), dim - turned
         plain, end = (self._emit(_aten.narrow.default, q, 2, *part) for part in ((0, border), (border, turned)))
         keys, values = by_head[:, :border], by_head[:, border:]
@@ -213,31 +196,19 @@ class Lowering:
         return self._at.staging.of(self._attentions[layer])
 
     def attention(self, queries, layer, scale, window, softcap, sinks, slopes, bias, encoded, **others) -> Any:
-        at = self._at
+        at, cache = self._at, self._at.placed(self._caches[layer], layer)
         how = dict(
-            cache=at.placed(self._caches[layer], layer), seq_lens=at.seq_lens, starts=self._starts(window), scale=scale,
-            window=int(window), workspace=at.workspace, programmatic_launch=at.programmatic_launch, sinks=sinks,
-            softcap=softcap, slopes=slopes, biases=bias, **others,
+            seq_lens=at.seq_lens, starts=self._starts(window), scale=scale, window=int(window), workspace=at.workspace,
+            sinks=sinks, softcap=softcap, slopes=slopes, biases=bias, **others,
         )  # fmt: skip
         if encoded is not None:
             lse = self._emit(composed.log_sums, queries=queries)
             how |= dict(other=self._over_encoded(queries, encoded, scale, softcap, lse=lse), other_lse=lse)
-        if at.staging is None:
-            return self._emit(ops.decode_attention.overload, q=queries, **how)
-        new = self._staged(layer)
-        return self._emit(ops.quantizing_attention.overload, q=queries, k=new.k, v=new.v, **how)
+        return self._to.attend(queries, cache, None if at.staging is None else self._staged(layer), **how)
 
     def _gated(self, call: Call, x, gate_weight, up_weight, activation, norm=None) -> Any:
-        if gate_weight in self._quantized or up_weight in self._quantized:
-            if (together := self._quantized.together((gate_weight, up_weight))) is not None:
-                how = dict(activation=activation, norm=norm, programmatic_launch=self._at.programmatic_launch)
-                return self._emit(ops.packed_gemv_swiglu.overload, x=x, **together, **how)
-            gate, up = (self._product(x, each, norm) for each in (gate_weight, up_weight))
-            return self._emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=activation)
-        return self._emit(
-            ops.gemv_swiglu.overload, x=x, gate_weight=gate_weight, up_weight=up_weight, activation=activation,
-            norm=norm, programmatic_launch=self._at.programmatic_launch,
-        )  # fmt: skip
+        gate, up = map(self._quantized.weight, (gate_weight, up_weight))
+        return self._to.gated(x, gate, up, activation, norm=norm)
 
     def _angles(self, call: Call, tables, formula, dtype, pairs) -> Any:
         shape = [-1, self._recording.query_len]
@@ -258,8 +229,7 @@ class Lowering:
                 composed.ungrouped, qkv=given["qkv"], head_dim=head_dim, group=num_heads // num_kv_heads
             )
         store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs)
-        store |= dict(head_norms=head_norms, programmatic_launch=self._at.programmatic_launch)
-        queries = self._emit(ops.rope_append.overload, **given, bias=None, num_heads=num_heads, **store)
+        queries = self._to.append(given, store | dict(num_heads=num_heads), head_norms)
         return self.attention(self._times(queries, factor), **attend)
 
     def _times(self, queries: Any, factor: Any) -> Any:
@@ -271,28 +241,12 @@ class Lowering:
         self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim,
         head_norms=None, norm=None, factor=None, **attend,
     ):  # fmt: skip
-        layer = attend["layer"]
-        store = self.store(layer) | _turned_by(cos, sin, pairs)
-        store |= dict(num_heads=num_heads, programmatic_launch=self._at.programmatic_launch)
-        if any(each in self._quantized for each in weights):
-            is_plain = head_norms is None and not self._caches[layer].is_paged and biases == [None] * len(weights)
-            together = self._quantized.together(weights) if is_plain else None
-            if together is None:
-                products = zip(weights, biases)
-                sources = [self._product(x, weight, norm, bias, transposed=transposed) for weight, bias in products]
-                sizes = num_heads, num_kv_heads, head_dim
-                return self._rotated(call, sources, False, cos, sin, pairs, *sizes, head_norms, factor, **attend)
-            queries = self._emit(ops.packed_qkv_rope_append.overload, x=x, **together, norm=norm, **store)
-            return self.attention(self._times(queries, factor), **attend)
-        absent = [None] * (3 - len(weights))
-        given = {
-            f"{role}_{kind}": each
-            for kind, found in (("weight", weights), ("bias", biases))
-            for role, each in zip("qkv", [*found, *absent])
-        }
-        queries = self._emit(
-            ops.qkv_rope_append.overload, x=x, **given, transposed=transposed, norm=norm, head_norms=head_norms, **store
-        )
+        store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs) | dict(num_heads=num_heads)
+        found = [self._quantized.weight(each, transposed) for each in weights]
+        queries = self._to.queries(x, found, biases, store, norm=norm, head_norms=head_norms)
+        if queries is None:
+            sources, sizes = self._to.projections(x, found, biases, norm), (num_heads, num_kv_heads, head_dim)
+            return self._rotated(call, sources, False, cos, sin, pairs, *sizes, head_norms, factor, **attend)
         return self.attention(self._times(queries, factor), **attend)
 
     def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
@@ -300,11 +254,10 @@ class Lowering:
 
     def _routed_experts(self, call: Call, residual=None, **arguments) -> Any:
         others = dict(gate_up_bias=None, down_bias=None, transposed=False) | arguments
-        others["programmatic_launch"] = self._at.programmatic_launch
-        return self._emit(ops.routed_experts.overload, residual=residual, **others)
+        return self._to.experts(residual=residual, **others)
 
     def _scaled_experts(self, call: Call, **arguments) -> Any:
-        return self._emit(composed.scaled_experts, **arguments, programmatic_launch=self._at.programmatic_launch)
+        return self._to.experts(composed.scaled_experts, **arguments)
 
     def _activated(self, call: Call, x, activation) -> Any:
         return self._emit(many_rows.finished, out=x, residual=None, activation=activation)
@@ -360,9 +313,7 @@ def _as_given(op: Any) -> Callable[..., Any]:
 
 def _overlapping(op: Any) -> Callable[..., Any]:
     """Make the rule of a mark whose arguments are those of an op that may start while the kernel in front runs."""
-    return lambda self, call, **arguments: self._emit(
-        op.overload, **arguments, programmatic_launch=self._at.programmatic_launch
-    )
+    return lambda self, call, **arguments: self._emit(op.overload, **arguments, programmatic_launch=self._to.early)
 
 
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {

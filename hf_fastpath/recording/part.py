@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..decode.lower import Lower
 from ..decode.modules import model_code_reason, odd_module
 from ..decode.plan_cache import PlanCache
 from ..decode.positions import Positions
@@ -163,15 +164,9 @@ class RecordedPart:
         return self.recording(batch, 1).biases
 
     def record(
-        self,
-        program: Program,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        caches: list[KVCache],
-        states: list[list[torch.Tensor]],
-        biases: list[torch.Tensor],
-        at: Mapping[torch.device, Positions],
-    ) -> Any:
+        self, program: Program, to: Lower, tokens: torch.Tensor, positions: torch.Tensor, caches: list[KVCache],
+        states: list[list[torch.Tensor]], biases: list[torch.Tensor], at: Mapping[torch.device, Positions],
+    ) -> Any:  # fmt: skip
         """Emit the step, ``at`` being of each device; return what stands for the logits [batch, query_len, vocab]."""
         recording, encoded = self.recording(*positions.shape), at[self.devices[0]].encoded
         tables = zip(recording.biases, biases, strict=True)
@@ -181,7 +176,7 @@ class RecordedPart:
             given |= {register.index: tensor for register, tensor in zip(registers, tensors, strict=True)}
         if encoded is not None and len(encoded.caches) != len(recording.encoded):
             raise Unrecordable("layers that keep nothing of what the encoder has read")
-        return self.lowering(self, program, recording, given, caches, at).run()
+        return self.lowering(self, program, to, recording, given, caches, at).run()
 
     # ---- roles ------------------------------------------------------------------------------------------------
 

@@ -10,12 +10,14 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import compat
+from ..decode.lower import Lower
 from ..decode.named_calls import Call, Register, by_name, read_by, tensors_in, with_tensors
 from ..decode.offloaded import Waiting, in_whole, local_model
 from ..decode.program import Program
@@ -161,14 +163,17 @@ class _There:
 class PlacedLowering(Lowering):
     """A walk over a recorded list that goes from device to device."""
 
-    def __init__(self, part: PlacedPart, program: Program, recording: Recording, given: Mapping[int, Any], caches, at):
+    def __init__(
+        self, part: PlacedPart, program: Program, to: Lower, recording: Recording, given: Mapping[int, Any], caches, at
+    ):
         self._there = _There(part, program, given.values())
-        super().__init__(part, self._there, recording, given, caches, at)
+        super().__init__(part, program, replace(to, emit=self._there.emit), recording, given, caches, at)
         self._everywhere, self._places = at, part.placement(recording).calls
 
     def _come_to(self, place: int) -> None:
-        self._there.move_to(self._places[place])
-        self._at = self._everywhere[self._places[place]]
+        self._to.device = device = self._places[place]
+        self._there.move_to(device)
+        self._at = self._everywhere[device]
 
 
 class PlacedPart(LocalRecordedPart):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..decode.named_calls import Call, tensors_in
-from ..decode.steps import joined, packed
-from ..quantization.linear import PackedLinear
+from ..decode.weight import PlainWeight, Weight
 from . import marks
 from .recording import Recording, Unrecordable
 
@@ -26,20 +24,13 @@ class QuantizedWeights:
     def __contains__(self, matrix: Any) -> bool:
         return isinstance(matrix, torch.Tensor) and matrix.is_meta and _memory(matrix) in self._layers
 
-    def _rows(self, matrix: torch.Tensor) -> PackedLinear:
-        """Return a layer of the rows that a matrix stands for, without bias."""
+    def weight(self, matrix: torch.Tensor, transposed: bool = False) -> Weight:
+        """Return what a matrix is, or the rows of a quantized weight that it stands for."""
+        if matrix not in self:
+            return PlainWeight(matrix, transposed)
         whole = self._layers[_memory(matrix)].packed
         first = matrix.storage_offset() // whole.in_features
-        _, rows, _ = whole.split([first, len(matrix), len(whole.quants) - first - len(matrix)])
-        return PackedLinear(rows, None)
-
-    def arguments(self, matrix: torch.Tensor) -> dict[str, Any]:
-        """Return the weight that a matrix stands for as ``ops.packed_gemv`` takes it."""
-        return packed(self._rows(matrix).op_weight())
-
-    def together(self, matrices: Sequence[torch.Tensor]) -> dict[str, Any] | None:
-        """Return weights that lie side by side in memory as one; None if they do not, or are not all quantized."""
-        return joined(list(map(self._rows, matrices))) if all(each in self for each in matrices) else None
+        return whole.split([first, len(matrix), len(whole.quants) - first - len(matrix)])[1]
 
     def check(self, call: Call) -> None:
         """Raise if a call reads a quantized weight otherwise than by a product.

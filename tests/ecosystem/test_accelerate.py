@@ -34,6 +34,7 @@ import hf_fastpath
 from hf_fastpath import UnsupportedModelError
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import steps
+from hf_fastpath.decode.named_calls import run
 from hf_fastpath.patching.state import state_of
 
 
@@ -126,10 +127,10 @@ def fused_layers(monkeypatch) -> list[torch.device]:
     """Collect the devices of layers that ran fused, outside of a decode plan."""
     devices, layer = [], steps.decoder_layer
 
-    def noted(emit, part, hidden, *arguments):
-        if emit is steps.run:
+    def noted(to, part, hidden, *arguments):
+        if to.emit is run:
             devices.append(hidden.device)
-        return layer(emit, part, hidden, *arguments)
+        return layer(to, part, hidden, *arguments)
 
     monkeypatch.setattr(steps, "decoder_layer", noted)
     return devices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_fastpath.choices import Activation, NormKind
 from hf_fastpath.compat import ShardStyle
 from hf_fastpath.decode import composed, steps
 from hf_fastpath.decode.attend import Attention, attend
-from hf_fastpath.decode.many_rows import few_to_many, replace_attention
+from hf_fastpath.decode.lower import Lower
 from hf_fastpath.decode.named_calls import Call, Norm, Register, Step, in_order, run
 from hf_fastpath.decode.one_call import one_call
 from hf_fastpath.decode.passes import PASSES, prefetch_next_weight
@@ -25,8 +26,10 @@ from hf_fastpath.decode.positions import Positions
 from hf_fastpath.decode.program import Program
 from hf_fastpath.decode.rank_calls import Shard, gathered, summed, through_peers
 from hf_fastpath.decode.ranks import SLOTS
+from hf_fastpath.decode.weight import PlainWeight, halves, joined
 from hf_fastpath.ops.kv_cache import KVCache
 from hf_fastpath.patching.state import state_of
+from hf_fastpath.quantization import FORMATS, quantize
 
 BATCH, LENGTH = 2, 9
 
@@ -90,9 +93,13 @@ def test_no_norm_and_no_residual_are_defaults():
 
 
 class Recorded:
-    """The calls of a step over a small model's layers before any pass, with what is needed to run them."""
+    """The calls of a step over a small model's layers before any pass, with what is needed to run them.
 
-    def __init__(self, architecture: str = "llama", batch: int = BATCH, **options: Any):
+    Args:
+        how: see ``Lower``; the calls are for few rows by default.
+    """
+
+    def __init__(self, architecture: str = "llama", batch: int = BATCH, how: dict | None = None, **options: Any):
         self.model = hf_fastpath.patch(build(architecture), quiet=True, **options)
         out = self.model.generate(prompt(CPU, batch, LENGTH), max_new_tokens=2, return_dict_in_generate=True)
         self.cache = out.past_key_values
@@ -107,9 +114,12 @@ class Recorded:
         lengths = torch.full((batch,), length, dtype=torch.int32)
         at = Positions(angles, lengths, None)
         hidden = self.hidden
+        self.register = self.program.register()
+        how = {"rows": batch} if how is None else how
+        to = Lower(self.program.emit, **how | ({"attention": self.register} if how.get("attention") else {}))
         for place, layer in enumerate(self.part.layers):
-            hidden = steps.decoder_layer(self.program.emit, layer, hidden, self.caches[place], at, place)
-        steps.head(self.program.emit, self.part, hidden)
+            hidden = steps.decoder_layer(to, layer, hidden, self.caches[place], at, place)
+        steps.head(to, self.part, hidden)
         self.given = randn(batch, 1, self.part.embedding.weight.shape[1])
         self.attention = Attention(1, length, lengths, None)
 
@@ -126,14 +136,14 @@ class Recorded:
         return [name.removesuffix(".default") for name in self.program.op_names()]
 
 
-def recorded(**options: Any) -> tuple[Recorded, torch.Tensor]:
-    """Record a step; return it with its result without a pass."""
+def recorded(how: dict | None = None, **options: Any) -> tuple[Recorded, torch.Tensor]:
+    """Record a step; return it with its result for few rows without a pass."""
     require_native(CPU)
     torch.manual_seed(5)
     untouched = Recorded(**options)
     expected = untouched.run()
     torch.manual_seed(5)
-    return Recorded(**options), expected
+    return Recorded(how=how, **options), expected
 
 
 LAYER = ["qkv_rope_append", "decode_attention", "gemv", "gemv_swiglu", "gemv"]
@@ -141,7 +151,7 @@ LAYER = ["qkv_rope_append", "decode_attention", "gemv", "gemv_swiglu", "gemv"]
 
 def test_passes_have_an_order():
     assert [each.__name__ for each in PASSES] == [
-        "one_call", "replace_attention", "few_to_many", "through_peers", "prefetch_next_weight",
+        "one_call", "through_peers", "prefetch_next_weight",
     ]  # fmt: skip
 
 
@@ -237,10 +247,14 @@ def test_layers_that_differ_are_no_one_call(change):
     assert made.names() == before
 
 
+# ---- which op computes what ----------------------------------------------------------------------------------
+
+MANY = dict(rows=1000)
+
+
 @pytest.mark.parametrize("weights", (None, "int8", "int4_g32"))
-def test_few_to_many(weights):
-    made, expected = recorded(weights=weights)
-    made.through(few_to_many, Step(rows=1000, many=True))
+def test_many_rows(weights):
+    made, expected = recorded(weights=weights, how=MANY)
     assert not {"gemv", "gemv_swiglu", "qkv_rope_append", "packed_gemv", "packed_gemv_swiglu"} & set(made.names())
     assert {"rms_norm", "rope_append", "decode_attention"} <= set(made.names())
     torch.testing.assert_close(made.run(), expected)
@@ -248,20 +262,31 @@ def test_few_to_many(weights):
 
 def test_projections_of_one_input_share_its_norm():
     """Qwen3's queries and keys have norms of their own, and show this."""
-    made, expected = recorded(architecture="qwen3")
-    made.through(few_to_many, Step(rows=1000, many=True))
+    made, expected = recorded(architecture="qwen3", how=MANY)
     layers = len(made.part.layers)
     norms = made.names().count("rms_norm")
     assert norms == 2 * layers + 1, "one for query, key and value, one for the MLP, and the last"
     torch.testing.assert_close(made.run(), expected)
 
 
-def test_replace_attention():
-    made, expected = recorded()
-    register = made.program.register()
-    made.through(replace_attention, Step(rows=BATCH, attention=register))
+def test_another_attention():
+    made, expected = recorded(how=dict(rows=BATCH, attention=True))
     assert made.names().count("attend") == len(made.part.layers) and "decode_attention" not in made.names()
-    torch.testing.assert_close(made.run((register, made.attention)), expected)
+    torch.testing.assert_close(made.run((made.register, made.attention)), expected)
+
+
+def test_weights_side_by_side_are_one():
+    """And so are halves of one; what is apart, or of other numbers, is not."""
+    whole = quantize(randn(96, 256), FORMATS["int4_g32"])
+    first, second, third = whole.split([32, 16, 48])
+    together = joined([first, second, third])
+    assert all(torch.equal(getattr(together, name), getattr(whole, name)) for name in ("quants", "scales"))
+    assert together.quants.data_ptr() == whole.quants.data_ptr() and together.out_features == 96
+    assert [each.out_features for each in halves(together)] == [48, 48]
+    other = quantize(randn(32, 256), FORMATS["int4_g32"])
+    assert joined([first, other]) is None and joined([second, first]) is None and joined([first, third]) is None
+    assert joined([first, PlainWeight(randn(4, 256))]) is None
+    assert joined([first, replace(second, multiplier=4 * second.multiplier)]) is None
 
 
 def test_prefetch_next_weight():
@@ -319,8 +344,7 @@ def test_ranks_send_through_the_memory_of_gpus():
 
 def test_recording_holds_on_to_nothing():
     """Binders are kept by op, which is a function of a module and never one that a step has made for itself."""
-    made, _ = recorded()
-    made.through(few_to_many, Step(rows=1000, many=True, beside=True))
+    made, _ = recorded(how=dict(rows=1000, beside=True))
     for call in made.program.calls:
         op = call.op
         assert isinstance(op, torch._ops.OpOverload) or getattr(sys.modules[op.__module__], op.__name__) is op

@@ -10,10 +10,12 @@ from models import SHORT, build, counting, require_native
 from torch import nn
 
 import hf_fastpath
+from hf_fastpath.decode.named_calls import run
 from hf_fastpath.errors import NoCounterpart
 from hf_fastpath.ops.packed_gemv import SPEC
+from hf_fastpath.quantization import PackedWeight
 from hf_fastpath.quantization.checkpoints import FAMILIES, family_of
-from hf_fastpath.quantization.linear import PackedLinear, joined
+from hf_fastpath.quantization.linear import PackedLinear
 from hf_fastpath.quantization.repacking import repacked
 from hf_fastpath.reasons import REASONS
 
@@ -166,8 +168,8 @@ def test_float32_scales_are_rounded_to_float16():
 def test_weights_of_one_input_lie_behind_each_other():
     cases = [Case(rows=rows, dtype=torch.bfloat16) for rows in (16, 8, 24)]
     cases[1].scales *= 64  # one multiplier has to serve all
-    layers = [PackedLinear(weight, None) for weight in repacked([read(awq(case)) for case in cases])]
-    assert joined(layers) is not None and joined(layers)[0].shape[0] == 48
+    together = PackedWeight.joined(repacked([read(awq(case)) for case in cases]))
+    assert together is not None and together.out_features == 48
     mixed = repacked([read(compressed(Case(group=128))), read(compressed(Case(group=32, symmetric=True), True))])
     assert [each.format.name for each in mixed] == ["int4", "int4_g32"]
 
@@ -273,7 +275,7 @@ def test_products_take_minus_128(device):
     layer = PackedLinear(packed, None).to(device)
     x = torch.randint(-4, 5, (3, 384)).float()
     expected = x @ (case.numbers - 128).float().t()
-    assert torch.equal(SPEC(x.to(device), *layer.op_weight()).cpu(), expected)
+    assert torch.equal(run(SPEC.overload, x=x.to(device), packed=layer.packed).cpu(), expected)
 
 
 def test_a_model_whose_head_is_quantized_too_decodes_fast():
