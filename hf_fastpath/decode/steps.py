@@ -16,8 +16,8 @@ from torch import nn
 from .. import ops
 from ..choices import Activation, NormKind
 from ..compat import ShardStyle
+from ..linears.packed_linear import joined as joined_weights
 from ..ops.kv_cache import KVCache
-from ..quantization.linear import joined as joined_weights
 from . import composed
 from .attention_part import AttentionPart
 from .layer_part import LayerPart

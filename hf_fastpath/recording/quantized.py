@@ -9,7 +9,7 @@ import torch
 
 from ..decode.named_calls import Call, tensors_in
 from ..decode.steps import joined, packed
-from ..quantization.linear import PackedLinear
+from ..linears.packed_linear import PackedLinear
 from . import marks
 from .recording import Recording, Unrecordable
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .formats import FORMATS, is_multiplier
+from ..quantization.formats import FORMATS, is_multiplier
 
 VERSION = 2
 #: name of the order of the quants, as ``formats.py`` describes it; another order would get another name
