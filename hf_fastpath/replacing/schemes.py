@@ -1,4 +1,4 @@
-"""What a ``quantization_config`` says of weights that :mod:`..linears.checkpoints` will find, without the checkpoint."""
+"""What a ``quantization_config`` says of weights that :mod:`..linears.checkpoints` will find; no checkpoint is read."""
 
 from __future__ import annotations
 
