@@ -3,10 +3,10 @@
 ``packed.safetensors.index.json`` has the entries that an index of transformers' checkpoints has, ``metadata`` and
 ``weight_map``, and two of its own:
 
-* ``hf_fastpath``: ``version`` and ``layout`` of what the files hold (``quantization/formats.py``); ``save_id``, with which
-  the names of all files of one save begin; ``files``: name -> [bytes, :func:`digest`]; ``tensors``: name -> [dtype,
-  shape, offset in its file]; ``placed``: the files for other programs that this save has put into the folder, such as
-  ``config.json``; ``model``: a :class:`Header`;
+* ``hf_fastpath``: ``version`` and ``layout`` of what the files hold (``quantization/formats.py``); ``save_id``, with
+  which the names of all files of one save begin; ``files``: name -> [bytes, :func:`digest`]; ``tensors``: name ->
+  [dtype, shape, offset in its file]; ``placed``: the files for other programs that this save has put into the folder,
+  such as ``config.json``; ``model``: a :class:`Header`;
 * ``sha256`` of everything else in the index.
 
 Shards and copies of the configs are listed in ``files`` like any other file: a checksum covers every byte that
