@@ -32,8 +32,8 @@ from hf_fastpath import compat, traffic
 from hf_fastpath.bandwidth import measure_read_bandwidth, read_buffer
 from hf_fastpath.bench import measure, shapes
 from hf_fastpath.check import several_gpus
+from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.patching.selftest import twin_config
-from hf_fastpath.quantization.linear import PackedLinear
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b:bf16", "llama-3.1-70b:int4_g32")
 CONTEXTS = (128, 4096)

@@ -20,8 +20,8 @@ from hf_fastpath.architecture import Architecture, architectures
 from hf_fastpath.bench import shapes
 from hf_fastpath.decode.structure import model_part
 from hf_fastpath.quantization import FORMATS, quantize
-from hf_fastpath.quantization.replacing import of_one_input
 from hf_fastpath.reasons import REASONS
+from hf_fastpath.replacing.quantizing import of_one_input
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # when the file is loaded by its path, as tests do

@@ -334,8 +334,8 @@ def architectures() -> tuple[Architecture, ...]:
     Raises:
         ValueError: two files describe the same name, or a file's name is not its architecture's.
     """
-    from . import patches
-
+    # the files are data that is looked up by name: they import this module, which imports none of them
+    patches = importlib.import_module(f"{__package__}.patches")
     found: dict[str, Architecture] = {}
     for info in pkgutil.iter_modules(patches.__path__):
         architecture = importlib.import_module(f"{patches.__name__}.{info.name}").ARCHITECTURE

@@ -13,11 +13,12 @@ from .architecture import PARTS
 from .cache.buffers import KV_DTYPES
 from .cache.fastpath_cache import check_page_size
 from .choices import HEADS
-from .decode.structure import MAX_BATCH
 from .quantization import FORMATS
 
 #: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all parts
 COMPONENTS = (*PARTS, "loop")
+#: sequences that patch(max_batch_size=) and a decode plan take at most: larger batches were not measured
+MAX_BATCH = 64
 
 
 @dataclass(frozen=True)

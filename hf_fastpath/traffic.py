@@ -18,8 +18,8 @@ from .compat import (
     text_embedding,
     text_head,
 )
+from .linears.packed_linear import PackedLinear
 from .ops.kv_cache import SCALE_DTYPE, is_quantized
-from .quantization.linear import PackedLinear
 
 #: config entries that hold the features inside an MLP; a config without them has four times the model's features there
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")

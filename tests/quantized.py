@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_fastpath
 from hf_fastpath.compat import FORWARD_NOTES
-from hf_fastpath.quantization.linear import PackedLinear
+from hf_fastpath.linears.packed_linear import PackedLinear
 
 
 def packed_in(model: nn.Module) -> dict[str, PackedLinear]:

@@ -1,24 +1,21 @@
-"""No module of the package leads back to itself by its imports, also not inside functions or under TYPE_CHECKING."""
+"""No module and no folder of the package leads back to itself by its imports, also not inside functions or under
+TYPE_CHECKING."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 #: known cycles, each as the sorted names of its modules; there is none, and there should be none
 KNOWN: set[tuple[str, ...]] = set()
-#: folder of the package -> what it must not import, also not inside functions
-FORBIDDEN = {
-    "ops": ("cache", "decode", "recording", "patching"),
-    "native": ("cache", "decode", "ops", "recording", "patching", "check", "bench", "cli"),
-    "cache": ("decode", "recording", "patching", "check", "bench", "cli"),
-    "decode": ("recording", "patching", "check", "bench", "cli"),
-    "recording": ("patching", "check", "bench", "cli"),
-    "patching": ("bench", "cli", "check.verification", "check.quality", "check.explain"),
-    "check": ("bench", "cli"),
-}
+#: the folders of the package, each of which may import those before it alone, also not inside functions
+ORDER = (
+    *("compat", "native", "quantization", "ops", "cache", "linears", "patches", "decode", "recording", "replacing"),
+    *("parity", "patching", "packed_files", "check", "bench", "cli"),
+)
 
 
 def modules() -> dict[str, Path]:
@@ -68,15 +65,43 @@ def test_no_module_imports_itself_by_way_of_others():
     assert cycles(graph) == KNOWN
 
 
-def test_folders_import_only_what_they_may():
-    files, found = modules(), []
+def folder_of(name: str) -> str:
+    """Return the folder that a module of the package is in; of a module beside the folders, its own name."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def imports_of_folders() -> dict[tuple[str, str], list[str]]:
+    """Return (folder, folder that it imports) -> what imports what, without imports within a folder."""
+    files, found = modules(), defaultdict(list)
     for name in files:
-        folder = name.split(".")[1] if name.count(".") else ""
-        forbidden = {f"hf_fastpath.{each}" for each in FORBIDDEN.get(folder, ())}
         for other in imported(name, files):
-            if any(other == each or other.startswith(f"{each}.") for each in forbidden):
-                found.append(f"{name} imports {other}")
-    assert not found, "\n".join(found)
+            if folder_of(name) != folder_of(other):
+                found[folder_of(name), folder_of(other)].append(f"{name} imports {other}")
+    return dict(found)
+
+
+def test_no_two_folders_import_each_other():
+    found = imports_of_folders()
+    assert len(found) > 50
+    mutual = [line for (one, other), lines in found.items() if (other, one) in found for line in lines]
+    assert not mutual, "\n".join(mutual)
+
+
+def test_no_folder_imports_itself_by_way_of_others():
+    found = imports_of_folders()
+    graph = {name: {other for one, other in found if one == name} for name in {name for pair in found for name in pair}}
+    assert cycles(graph) == KNOWN
+
+
+def test_folders_import_only_those_before_them():
+    folders = {path.parent.name for path in (ROOT / "hf_fastpath").glob("*/__init__.py")} | {"patches"}
+    assert set(ORDER) == folders
+    place = {folder: index for index, folder in enumerate(ORDER)}
+    found = imports_of_folders().items()
+    wrong = [
+        line for (one, other), lines in found if {one, other} <= folders for line in lines if place[one] < place[other]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_cycle_is_found():

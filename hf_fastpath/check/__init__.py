@@ -1,4 +1,2 @@
-"""Comparing a patched model with stock transformers, and saying beforehand how a model would do.
-
-``check`` may import all of the package but ``bench`` and ``cli``, which import it, as does the self-test of
-``patching``."""
+"""Comparing a patched model with stock transformers (:mod:`..parity` has the measurements), and saying beforehand how a
+model would do. ``check`` may import all of the package but ``bench`` and ``cli``, which import it."""

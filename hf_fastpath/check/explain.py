@@ -13,18 +13,18 @@ from torch import nn
 
 from .. import compat, traffic
 from ..errors import NoCounterpart, UnsupportedModelError
+from ..linears.packed_linear import PackedLinear
 from ..native import loader
 from ..options import Options
+from ..packed_files.plain_files import read_plain
 from ..patching import selftest
 from ..patching.analyse import analyse
 from ..patching.coverage import check_anything
 from ..patching.plan import PatchPlan
 from ..patching.reporting import Report
-from ..quantization.linear import PackedLinear
-from ..quantization.plain_files import read_plain
-from ..quantization.schemes import repack_empty, schemes_of
 from ..reasons import REASONS
 from ..recording.family import RECORDED
+from ..replacing.schemes import repack_empty, schemes_of
 from ..stats import Stats
 from ..tables import table
 from . import several_gpus

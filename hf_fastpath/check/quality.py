@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 from ..options import HEADS
+from ..parity.comparison import decode_logits, sequences
 from ..patching.api import patched
 from ..patching.state import state_of
 from ..progress import counted
 from ..quantization import FORMATS
 from ..tables import table
 from ..traffic import weight_bytes
-from .comparison import decode_logits, sequences
 
 #: positions whose distributions are compared at once, in float64
 _PIECE = 64

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..parity.comparison import compare, sequences
+from ..parity.rows import Verification
 from ..patching.api import patch, unpatch
 from ..patching.state import patched_model, state_of
-from .comparison import compare, sequences
-from .rows import Verification
 
 
 @torch.no_grad()

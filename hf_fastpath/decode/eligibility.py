@@ -10,11 +10,12 @@ from torch import nn
 
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
+from ..options import MAX_BATCH
 from ..reasons import Cause, class_name
 from . import multimodal
 from .multimodal import Behind
 from .patched import Patched
-from .structure import MAX_BATCH, ModelPart
+from .structure import ModelPart
 
 #: the ``model_kwargs`` that our loops understand; the tokenizer comes along with stop strings, and is not used
 KNOWN_MODEL_KWARGS = frozenset(

@@ -23,10 +23,10 @@ from ..compat import (
     name_of,
     placement,
 )
+from ..linears.checkpoints import noted
+from ..linears.packed_linear import PackedLinear
 from ..native import loader
 from ..ops import packed_gemv
-from ..quantization.checkpoints import noted
-from ..quantization.linear import PackedLinear
 from ..reasons import Cause, class_name
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import pass_through

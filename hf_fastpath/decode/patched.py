@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -48,6 +48,13 @@ class Patched(Protocol):
     @property
     def generates(self) -> bool:
         """Whether the model's ``generate()`` passes through our code, even if only to be counted."""
+
+    @property
+    def has_patched_modules(self) -> bool:
+        """Whether any module has a forward of ours."""
+
+    def serves(self, model: nn.Module, part: Any) -> bool:
+        """Whether a FastpathCache serves a model as it is: our loop uses it, or every layer's attention does."""
 
     def aside(self, model: nn.Module, device: torch.device) -> AbstractContextManager[None]:
         """Let the model's modules run stock's forwards for the length of a ``with`` block, unless ours are faster."""

@@ -18,6 +18,7 @@ from ..architecture import Architecture
 from ..compat import LayerKind, entry_of, has_static_rope, layer_windows
 from ..native import loader
 from ..ops.gemv import MAX_ROWS
+from ..options import MAX_BATCH
 from ..reasons import Cause, class_name
 from ..registry import PLAIN_TENSORS
 from .attention_part import AttentionPart
@@ -37,9 +38,6 @@ from .modules import (
 from .numbers import reason_of_model
 from .parts import MoEPart, NormPart, Part
 from .ranks import Ranks
-
-#: sequences of a decode plan at most: larger batches were not measured
-MAX_BATCH = 64
 
 
 class DecoderPart(Part):

@@ -17,10 +17,10 @@ from ..decode.ranks import Ranks
 from ..decode.shards import Sharded, ShardedPart
 from ..native import loader
 from ..options import Options
-from ..quantization import replacing
 from ..reasons import Cause, named
 from ..recording.placed_part import RecordedAlone
 from ..recording.spread_part import RecordedOverRanks
+from ..replacing import quantizing
 from .families import OF_FILES, DescribedOrRecorded
 from .plan import Binding, Declined, PatchPlan
 
@@ -86,12 +86,12 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
 
 def _quantized(
     model: nn.Module, whole: structure.ModelPart | None, options: Options, reason: str | None = None
-) -> tuple[tuple[replacing.Replacement, ...], str | None]:
+) -> tuple[tuple[quantizing.Replacement, ...], str | None]:
     """Return the layers to quantize as the options ask for, and why none can be."""
     if options.weights is None:
         return (), None
-    refusal = replacing.why_not_quantized(model, whole, options, reason)
-    return replacing.replacements(whole, options) if whole is not None and refusal is None else (), refusal
+    refusal = quantizing.why_not_quantized(model, whole, options, reason)
+    return quantizing.replacements(whole, options) if whole is not None and refusal is None else (), refusal
 
 
 def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) -> PatchPlan:

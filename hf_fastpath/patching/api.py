@@ -12,15 +12,14 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.structure import MAX_BATCH
 from ..native import huge_pages, loader
-from ..options import HEADS, Options
+from ..options import HEADS, MAX_BATCH, Options
 from ..progress import announced
-from ..quantization.model_methods import methods
-from ..quantization.repacking import repack_checkpoint
-from ..quantization.replacing import free_originals
 from ..reasons import explained, named
 from ..recording.family import Recorded
+from ..replacing.model_methods import methods
+from ..replacing.quantizing import free_originals
+from ..replacing.repacking import repack_checkpoint
 from . import selftest
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, quantize, undo

@@ -8,8 +8,8 @@ from torch import nn
 
 from .. import compat
 from ..decode.patched import STATE_KEY
-from ..quantization.replacing import quantize_model
 from ..recording.family import Recorded
+from ..replacing.quantizing import quantize_model
 from .copies import bind_copying
 from .families import DescribedOrRecorded
 from .forwards import FORWARDS

@@ -11,11 +11,9 @@ from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..cache.fastpath_cache import FastpathCache
 from ..decode import assisted, beams, counted, loop
-from ..decode.eligibility import request_reason, uncovered_reason, unknown_argument
+from ..decode.eligibility import request_reason, unknown_argument
 from ..decode.patched import STATE_KEY
 from ..reasons import Cause
-from .module_patch import KEY
-from .plan import PatchPlan
 from .state import PatchState
 
 #: methods of transformers that our loops replace
@@ -82,32 +80,4 @@ def _takes_our_cache(model: nn.Module, state: PatchState, part: Any, config: Any
             return False
         if part.is_recorded and unknown_argument(part, model_kwargs) is not None:  # nothing but our loop uses the cache
             return False
-    return is_served(model, state, part)
-
-
-def is_served(model: nn.Module, state: PatchState, part: Any) -> bool:
-    """Whether a FastpathCache serves a model as it is: our loop uses it, or every layer's attention does."""
-    if state.loop_reason is not None:
-        return _has_layers_of_ours(model, state.decided)
-    reason = None if part is None else uncovered_reason(state.loop_reason, model, part)
-    return part is not None and reason is None and state.plans.reason_of(part) is None
-
-
-def _has_layers_of_ours(model: nn.Module, plan: PatchPlan) -> bool:
-    """Whether each layer that the config tells of has an attention of ours, at its own place in the cache."""
-    windows = compat.layer_windows(model.config)
-    if windows is None:
-        return False
-    decoders = [binding.part for binding in plan.bindings if binding.kind == "decoder"]
-    if len(decoders) != 1:
-        return False
-    architecture = decoders[0].architecture
-    layers = getattr(decoders[0].module, architecture.layers)
-    attentions = [getattr(layer, architecture.layer.attention, None) for layer in layers]
-    places = [getattr(each, "layer_idx", place) for place, each in enumerate(attentions)]
-    is_ours = all(_is_of_ours(layer) or _is_of_ours(each) for layer, each in zip(layers, attentions))
-    return is_ours and places == list(range(len(windows)))
-
-
-def _is_of_ours(module: Any) -> bool:
-    return KEY in getattr(module, "__dict__", ())
+    return state.serves(model, part)

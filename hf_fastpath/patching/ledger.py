@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from .. import compat
-from ..quantization.repacking import RemovedHooks
-from ..quantization.replacing import Replaced
+from ..replacing.quantizing import Replaced
+from ..replacing.repacking import RemovedHooks
 
 
 class _Absent:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import foreign_mode, is_known_code, is_sharded, name_of
+from ..compat import foreign_mode, is_known_code, is_sharded, layer_windows, name_of
 from ..decode.attention_part import AttentionPart
 from ..decode.layer_part import LayerPart
 from ..decode.modules import odd_tensor
@@ -19,6 +19,7 @@ from ..native import loader
 from ..reasons import Cause
 from ..registry import FLOAT_DTYPES
 from .families import OF_FILES
+from .plan import PatchPlan
 
 Part = NormPart | FeedForwardPart | AttentionPart | LayerPart | HeadPart | DecoderPart
 #: where a patched module keeps its ModulePatch
@@ -100,3 +101,23 @@ def stock(module: nn.Module, reason: str | None, *args: Any, **kwargs: Any) -> A
     if patch is not None and reason not in _UNCOUNTED and not (reason in OF_FILES and _decodes(patch.state)):
         patch.state.fall_back(reason)
     return type(module).forward(module, *args, **kwargs)
+
+
+def has_layers_of_ours(model: nn.Module, plan: PatchPlan) -> bool:
+    """Whether each layer that the config tells of has an attention of ours, at its own place in the cache."""
+    windows = layer_windows(model.config)
+    if windows is None:
+        return False
+    decoders = [binding.part for binding in plan.bindings if binding.kind == "decoder"]
+    if len(decoders) != 1:
+        return False
+    architecture = decoders[0].architecture
+    layers = getattr(decoders[0].module, architecture.layers)
+    attentions = [getattr(layer, architecture.layer.attention, None) for layer in layers]
+    places = [getattr(each, "layer_idx", place) for place, each in enumerate(attentions)]
+    is_ours = all(_is_of_ours(layer) or _is_of_ours(each) for layer, each in zip(layers, attentions))
+    return is_ours and places == list(range(len(windows)))
+
+
+def _is_of_ours(module: Any) -> bool:
+    return KEY in getattr(module, "__dict__", ())

@@ -13,9 +13,9 @@ from ..decode.parts import Part
 from ..decode.plan_cache import Family
 from ..decode.ranks import Ranks
 from ..options import Options
-from ..quantization.replacing import Replacement
 from ..reasons import Cause
 from ..recording.family import Recorded
+from ..replacing.quantizing import Replacement
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..check.comparison import compare, different_tokens
-from ..check.draws import different_draws
 from ..errors import UnsupportedModelError
 from ..options import Options
+from ..parity.comparison import compare, different_tokens
+from ..parity.draws import different_draws
 from ..reasons import REASONS
 from ..recording import proof
 from ..recording.family import Recorded

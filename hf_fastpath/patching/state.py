@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from .. import compat, reasons
+from ..decode.eligibility import uncovered_reason
 from ..decode.patched import STATE_KEY
 from ..decode.plan_cache import PlanCache
 from ..decode.ranks import Ranks
@@ -20,6 +21,7 @@ from ..options import Options
 from ..stats import Stats
 from .aside import Aside
 from .ledger import Ledger
+from .module_patch import has_layers_of_ours
 from .plan import PatchPlan
 
 _states: weakref.WeakSet[PatchState] = weakref.WeakSet()
@@ -100,6 +102,18 @@ class PatchState:
     def generates(self) -> bool:
         """Whether the model's ``generate()`` passes through our code, even if only to be counted."""
         return self.decided is not None and self.decided.generates
+
+    @property
+    def has_patched_modules(self) -> bool:
+        """Whether any module has a forward of ours."""
+        return self.decided is not None and bool(self.decided.patched)
+
+    def serves(self, model: nn.Module, part: Any) -> bool:
+        """Whether a FastpathCache serves a model as it is: our loop uses it, or every layer's attention does."""
+        if self.decided is not None and self.loop_reason is not None:
+            return has_layers_of_ours(model, self.decided)
+        reason = None if part is None else uncovered_reason(self.loop_reason, model, part)
+        return part is not None and reason is None and self.plans.reason_of(part) is None
 
     def decide(self, plan: PatchPlan) -> None:
         """Take on the plan that :func:`.analyse.analyse` made."""

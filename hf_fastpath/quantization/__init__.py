@@ -1,4 +1,4 @@
-"""Weights of few bits: their formats, how weights are packed, and how scales are chosen."""
+"""Weights of few bits: their formats, how weights are packed, and how scales are chosen. Ops import this folder."""
 
 from .formats import FORMATS, Format, PackedWeight
 from .quantizer import quantize

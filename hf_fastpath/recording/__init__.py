@@ -1,3 +1,3 @@
 """A decoder's step for one token, recorded from the model's own forward, for models that no architecture file covers.
 
-It may import everything but ``patching``, ``check``, ``bench`` and ``cli``; ``patching`` alone imports it."""
+Of the folders that ``tests/test_imports.py`` puts in order, it imports none behind ``decode``."""

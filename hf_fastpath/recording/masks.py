@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..decode.structure import MAX_BATCH
+from ..options import MAX_BATCH
 from . import marks
 from .recording import Unrecordable
 

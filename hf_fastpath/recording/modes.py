@@ -17,7 +17,7 @@ from .. import compat
 from ..choices import NormKind
 from ..decode.modules import is_packed
 from ..decode.named_calls import Register, by_name
-from ..quantization.linear import PackedLinear
+from ..linears.packed_linear import PackedLinear
 from . import marks
 from .recorder import Recorder
 from .recording import Span, Unrecordable

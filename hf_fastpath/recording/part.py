@@ -17,10 +17,10 @@ from ..decode.positions import Positions
 from ..decode.program import Program
 from ..decode.python_state import Walk
 from ..decode.ranks import Ranks
-from ..decode.structure import MAX_BATCH
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache
+from ..options import MAX_BATCH
 from ..reasons import Cause, class_name
 from . import marks
 from .arguments import described, hides_other_places, why_it_matters

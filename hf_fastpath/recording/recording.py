@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..decode.named_calls import Call, Register, bound, by_name, read_by, registers_in
-from ..quantization.linear import PackedLinear
+from ..linears.packed_linear import PackedLinear
 from . import marks
 from .errors import Misspread as Misspread
 from .errors import OwnPadding as OwnPadding

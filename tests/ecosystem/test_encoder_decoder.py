@@ -31,9 +31,9 @@ import hf_fastpath
 from hf_fastpath import FastpathCache, compat
 from hf_fastpath.compat import CACHE
 from hf_fastpath.errors import UnsupportedModelError
+from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.quantization import FORMATS
-from hf_fastpath.quantization.linear import PackedLinear
 
 #: of each test every other case; all of them with ``--full``
 pytestmark = pytest.mark.every(2)

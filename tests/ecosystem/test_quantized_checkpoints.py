@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_fastpath
 from hf_fastpath.check.explain import explain
-from hf_fastpath.quantization.linear import PackedLinear
+from hf_fastpath.linears.packed_linear import PackedLinear
 
 CPU = torch.device("cpu")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

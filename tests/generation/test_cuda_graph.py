@@ -14,11 +14,11 @@ from models import ARCHITECTURES, GREEDY, build, counting, fresh, over_architect
 from parity import assert_same_tokens, both
 
 import hf_fastpath
-from hf_fastpath.check.comparison import decode_logits
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import plan as plan_module
 from hf_fastpath.decode.graph import capture
 from hf_fastpath.decode.plan import MAX_EOS_TOKENS, DecodePlan
+from hf_fastpath.parity.comparison import decode_logits
 
 
 @pytest.fixture

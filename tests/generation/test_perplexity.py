@@ -36,7 +36,7 @@ def stock_perplexity():
 
 
 def decoded_perplexity(model, device: torch.device, count: int, fast: bool) -> float:
-    from hf_fastpath.check.comparison import decode_logits
+    from hf_fastpath.parity.comparison import decode_logits
 
     text = heldout_tokens(count).to(device)
     return perplexity(decode_logits(model, text, 1, fast), text)

@@ -13,13 +13,13 @@ from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, f
 from torch import nn
 
 import hf_fastpath
-from hf_fastpath.check.comparison import decode_logits
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import angles
 from hf_fastpath.decode.angles import AngleTables
 from hf_fastpath.decode.named_calls import Step
 from hf_fastpath.decode.passes import prefetch_next_weight
 from hf_fastpath.decode.plan import DecodePlan
+from hf_fastpath.parity.comparison import decode_logits
 
 
 def plans(model: nn.Module) -> list[DecodePlan]:

@@ -17,7 +17,7 @@ import hf_fastpath
 from hf_fastpath import compat
 from hf_fastpath.check.explain import explain
 from hf_fastpath.cli import main as cli
-from hf_fastpath.quantization.file_index import INDEX, digest, sealed
+from hf_fastpath.packed_files.file_index import INDEX, digest, sealed
 
 SECONDS = 20
 VALUES = (0, -1, 1, 3, 10**7, 10**12, 2**63, 0.0, -0.5, 1e308, float("nan"), None, True, "", "abc", "float16")

@@ -29,9 +29,9 @@ from transformers.models.llama import modeling_llama
 
 import hf_fastpath
 from hf_fastpath import compat
+from hf_fastpath.packed_files.file_index import INDEX, KEY, sealed, unsealed
+from hf_fastpath.packed_files.files import PackedFiles
 from hf_fastpath.patching import passed_twins
-from hf_fastpath.quantization.file_index import INDEX, KEY, sealed, unsealed
-from hf_fastpath.quantization.files import PackedFiles
 
 CPU = torch.device("cpu")
 #: files of another program with names like ours

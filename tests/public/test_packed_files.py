@@ -19,10 +19,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
+from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.native import huge_pages
-from hf_fastpath.quantization.file_index import INDEX, KEY, sealed, unsealed
-from hf_fastpath.quantization.files import PackedFiles
-from hf_fastpath.quantization.linear import PackedLinear
+from hf_fastpath.packed_files.file_index import INDEX, KEY, sealed, unsealed
+from hf_fastpath.packed_files.files import PackedFiles
 
 CPU = torch.device("cpu")
 #: the families have Conv1D and tied embeddings, separate projections, a mixture, scaled embeddings, head norms, biases

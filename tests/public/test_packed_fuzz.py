@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
-from hf_fastpath.quantization.file_index import INDEX, KEY, digest, sealed, unsealed
-from hf_fastpath.quantization.linear import PackedLinear
+from hf_fastpath.linears.packed_linear import PackedLinear
+from hf_fastpath.packed_files.file_index import INDEX, KEY, digest, sealed, unsealed
 
 #: values to put anywhere: other types, out of range, too large for memory, too deep
 VALUES = (

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 import hf_fastpath
 from hf_fastpath.decode.patched import paused
-from hf_fastpath.quantization.linear import PackedLinear
+from hf_fastpath.linears.packed_linear import PackedLinear
 
 #: with an untied head, a tied one, and recorded families with both
 FAMILIES = ("llama", "gpt2", "glm4", "t5", "bart")

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import hf_fastpath
 from hf_fastpath.cli import main as cli
+from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.quantization import FORMATS
-from hf_fastpath.quantization.linear import PackedLinear
 
 TOKENS = 300
 

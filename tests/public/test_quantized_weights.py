@@ -13,8 +13,8 @@ from torch import nn
 
 import hf_fastpath
 from hf_fastpath import traffic
+from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.quantization import FORMATS
-from hf_fastpath.quantization.linear import PackedLinear
 
 over_formats = pytest.mark.parametrize("format", FORMATS)
 #: families with separate and fused projections, Conv1D, biases, a mixture, norms over heads, a window
@@ -106,9 +106,9 @@ def test_modules_elsewhere_than_the_kernels_are_stocks():
 
 
 def test_a_fault_on_the_way_leaves_the_model_as_it_was(monkeypatch):
-    from hf_fastpath.quantization import replacing
+    from hf_fastpath.replacing import quantizing
 
-    real, calls = replacing.quantize, []
+    real, calls = quantizing.quantize, []
 
     def third_fails(*args):
         calls.append(args)
@@ -116,7 +116,7 @@ def test_a_fault_on_the_way_leaves_the_model_as_it_was(monkeypatch):
             raise MemoryError("no room")
         return real(*args)
 
-    monkeypatch.setattr(replacing, "quantize", third_fails)
+    monkeypatch.setattr(quantizing, "quantize", third_fails)
     model = build("llama")
     modules, before = dict(model.named_modules()), copy.deepcopy(model.state_dict())
     with pytest.raises(MemoryError):

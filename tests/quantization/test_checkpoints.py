@@ -12,12 +12,12 @@ from torch import nn
 import hf_fastpath
 from hf_fastpath.decode.named_calls import run
 from hf_fastpath.errors import NoCounterpart
+from hf_fastpath.linears.checkpoints import FAMILIES, family_of
+from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.ops.packed_gemv import SPEC
 from hf_fastpath.quantization import PackedWeight
-from hf_fastpath.quantization.checkpoints import FAMILIES, family_of
-from hf_fastpath.quantization.linear import PackedLinear
-from hf_fastpath.quantization.repacking import repacked
 from hf_fastpath.reasons import REASONS
+from hf_fastpath.replacing.repacking import repacked
 
 ROWS, COLUMNS = 24, 256
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hf_fastpath import ops
+from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.quantization import FORMATS, quantize
-from hf_fastpath.quantization.linear import PackedLinear
 
 over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 

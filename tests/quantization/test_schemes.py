@@ -18,8 +18,8 @@ import hf_fastpath
 from hf_fastpath import compat
 from hf_fastpath.check.explain import explain, explain_config
 from hf_fastpath.errors import NoCounterpart
-from hf_fastpath.quantization.repacking import counterpart
-from hf_fastpath.quantization.schemes import schemes_of
+from hf_fastpath.replacing.repacking import counterpart
+from hf_fastpath.replacing.schemes import schemes_of
 
 SIZES = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=384)
 LAYERS = {"llama": SIZES, "gpt2": dict(n_embd=256, n_inner=384, n_head=4)}

@@ -11,9 +11,9 @@ from torch import nn
 from ..ops.gemv import MAX_ROWS
 from ..ops.packed_gemm import SPEC as PACKED_GEMM
 from ..ops.packed_gemv import SPEC as PACKED_GEMV
+from ..quantization.formats import PackedWeight
 from ..registry import FLOAT_DTYPES, OpSpec
 from .absent_weight import REMEDY, AbsentWeight
-from .formats import PackedWeight
 
 #: attribute with the parameter that was quantized, while that is tied to others
 QUANTIZED_OF = "_hf_fastpath_quantized_of"

@@ -14,16 +14,15 @@ from torch import nn
 
 from .. import logs
 from ..compat import Conv1D, check_sizes, class_named, few_modules, model_of_config
-from ..decode.structure import MAX_BATCH
+from ..linears.packed_linear import PackedLinear
 from ..native import huge_pages, loader
-from ..options import Options
+from ..options import MAX_BATCH, Options
 from ..patching.api import patch_with
 from ..patching.state import PatchState, state_of
+from ..quantization.formats import FORMATS, PackedWeight, padded
+from ..replacing.quantizing import Replaced, free_originals, places_of
 from .file_index import AGAIN
 from .files import PackedFiles, not_persistent
-from .formats import FORMATS, PackedWeight, padded
-from .linear import PackedLinear
-from .replacing import Replaced, free_originals, places_of
 
 #: number of differences that an error names
 _MOST_NAMED = 5

@@ -17,13 +17,13 @@ from ..architecture import architectures
 from ..compat import hook_of, placement
 from ..decode.structure import ModelPart, model_part
 from ..errors import NoCounterpart
+from ..linears.checkpoints import IntWeight, family_of, note
+from ..linears.packed_linear import PackedLinear
 from ..native import loader
 from ..ops import packed_gemv
 from ..progress import counted
-from .checkpoints import IntWeight, family_of, note
-from .formats import FORMATS, Format, PackedWeight, pack, padded
-from .linear import PackedLinear
-from .replacing import Replaced, of_one_input, places_of
+from ..quantization.formats import FORMATS, Format, PackedWeight, pack, padded
+from .quantizing import Replaced, of_one_input, places_of
 
 #: gets layers of one input; gives those that are replaced, each with the layer that takes its place
 Packing = Callable[[list[nn.Module]], list[tuple[nn.Module, PackedLinear]]]
@@ -53,7 +53,7 @@ def format_for(bits: int, group: int, in_features: int, has_zeros: bool, zeros_f
     """Return the format that holds quants exactly.
 
     Args:
-        bits, group: of the quants, as of :class:`.checkpoints.IntWeight`.
+        bits, group: of the quants, as of :class:`..linears.checkpoints.IntWeight`.
         in_features: weights of a row.
         has_zeros: whether a zero point is not 0.
         zeros_fit: whether all zero points are numbers of four bits.

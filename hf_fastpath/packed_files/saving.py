@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ..compat import save_config
+from ..linears.packed_linear import PackedLinear
 from ..patching.state import state_of
 from .file_index import Header
 from .files import not_persistent
 from .folder import write
-from .linear import PackedLinear
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

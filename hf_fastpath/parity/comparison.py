@@ -28,10 +28,8 @@ from ..compat import (
     token_shape,
 )
 from ..decode.encoded import Encoded, seen
-from ..decode.patched import paused
+from ..decode.patched import STATE_KEY, Patched, paused
 from ..ops.gemv import MAX_ROWS
-from ..patching.generation import is_served
-from ..patching.state import state_of
 from ..progress import counted
 from ..reasons import Cause, explained, named
 from .precision import in_higher_precision, wider
@@ -108,7 +106,7 @@ def _all_cases(model: nn.Module, ids: torch.Tensor, new_tokens: int, encoded: to
     limit = min(known_positions(model.config), default=LONG_TOKENS + new_tokens)
     if encoded is not None:
         return list(_cases_over(encoded, ids, limit))
-    part = state_of(model).plans.part_of(model)
+    part = vars(model)[STATE_KEY].plans.part_of(model)
     bounds = [] if part is None or part.reason() is not None else part.length_bounds(limit)
     return list(_cases(ids, () if part is None else part.windows, limit, new_tokens, bounds))
 
@@ -182,7 +180,7 @@ def decode_logits(
     Raises:
         ValueError: ``fast`` is set and the model has neither a decode plan nor patched modules.
     """
-    state = state_of(model)
+    state: Patched | None = vars(model).get(STATE_KEY)
     by_plan = fast and why_no_plan(model) is None
     cache = _cache_for(model, fast)
     mask = torch.ones_like(input_ids[:, :prefill]) if prompt_mask is None else prompt_mask
@@ -220,7 +218,7 @@ def why_no_plan(model: nn.Module) -> Cause | None:
     Raises:
         ValueError: the model has neither.
     """
-    state = state_of(model)
+    state: Patched | None = vars(model).get(STATE_KEY)
     if state is None:
         raise ValueError(f"this {type(model).__name__} has no decode plan: patch it and see report(model)")
     part = state.plans.part_of(model)
@@ -228,7 +226,7 @@ def why_no_plan(model: nn.Module) -> Cause | None:
     if reason is None:
         return None
     why = named(reason, model)
-    if not state.decided.patched:
+    if not state.has_patched_modules:
         raise ValueError(
             f"nothing of this {type(model).__name__} runs our code, so there is nothing to compare: {explained(why)}"
         )
@@ -237,9 +235,10 @@ def why_no_plan(model: nn.Module) -> Cause | None:
 
 def _cache_for(model: nn.Module, fast: bool) -> Cache:
     """Make an empty cache. If the patched model's cache rounds keys and values, so does the one for stock code."""
-    made, state = DynamicCache(config=model.config), state_of(model)
+    state: Patched | None = vars(model).get(STATE_KEY)
+    made = DynamicCache(config=model.config)
     part = None if state is None or state.loop_reason is not None else state.plans.part_of(model)
-    if state is not None and not is_served(model, state, part):
+    if state is not None and not state.serves(model, part):
         return made
     kv_dtype, page_size = (None, None) if state is None else (state.options.kv_dtype, state.options.page_size)
     if fast or kv_dtype is not None:

@@ -1,4 +1,4 @@
-"""What a ``quantization_config`` says of the weights that :mod:`.checkpoints` will find, without the checkpoint."""
+"""What a ``quantization_config`` says of weights that :mod:`..linears.checkpoints` will find; no checkpoint is read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..compat import quantization_method, should_convert_module
 from ..decode.parts import MoEPart
 from ..decode.structure import ModelPart, model_part
 from ..errors import NoCounterpart
-from .formats import Format, PackedWeight, padded
-from .linear import PackedLinear
+from ..linears.packed_linear import PackedLinear
+from ..quantization.formats import Format, PackedWeight, padded
+from .quantizing import Replaced
 from .repacking import format_for, repack_layers
-from .replacing import Replaced
 
 #: features of a layer that stands for all layers while only a scheme is asked about
 _SOME_FEATURES = 4096

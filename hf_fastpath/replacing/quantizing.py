@@ -15,16 +15,16 @@ from ..decode.layer_part import LayerPart
 from ..decode.parts import MoEPart
 from ..decode.rank_calls import style_of
 from ..decode.structure import ModelPart
+from ..linears.checkpoints import family_of
+from ..linears.packed_linear import PackedLinear
 from ..native import loader
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
 from ..progress import announced, counted
+from ..quantization.formats import FORMATS, Format
+from ..quantization.quantizer import quantize
 from ..reasons import class_name, explained, named
 from ..registry import PLAIN_TENSORS
-from .checkpoints import family_of
-from .formats import FORMATS, Format
-from .linear import PackedLinear
-from .quantizer import quantize
 
 
 @dataclass(eq=False)

@@ -3,10 +3,10 @@
 ``packed.safetensors.index.json`` has the entries that an index of transformers' checkpoints has, ``metadata`` and
 ``weight_map``, and two of its own:
 
-* ``hf_fastpath``: ``version`` and ``layout`` of what the files hold (``formats.py``); ``save_id``, with which the names
-  of all files of one save begin; ``files``: name -> [bytes, :func:`digest`]; ``tensors``: name -> [dtype, shape, offset
-  in its file]; ``placed``: the files for other programs that this save has put into the folder, such as
-  ``config.json``; ``model``: a :class:`Header`;
+* ``hf_fastpath``: ``version`` and ``layout`` of what the files hold (``quantization/formats.py``); ``save_id``, with
+  which the names of all files of one save begin; ``files``: name -> [bytes, :func:`digest`]; ``tensors``: name ->
+  [dtype, shape, offset in its file]; ``placed``: the files for other programs that this save has put into the folder,
+  such as ``config.json``; ``model``: a :class:`Header`;
 * ``sha256`` of everything else in the index.
 
 Shards and copies of the configs are listed in ``files`` like any other file: a checksum covers every byte that
@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .formats import FORMATS, is_multiplier
+from ..quantization.formats import FORMATS, is_multiplier
 
 VERSION = 2
-#: name of the order of the quants, as ``formats.py`` describes it; another order would get another name
+#: name of the order of the quants, as ``quantization/formats.py`` describes it; another order would get another name
 LAYOUT = "four-stretches-of-32"
 #: name of our entry in the index, in a journal, and in a shard's own metadata
 KEY = "hf_fastpath"

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from ..compat import text_embedding, text_head
-from .absent_weight import REMEDY
-from .linear import QUANTIZED_OF, PackedLinear
-from .replacing import Replaced
+from ..linears.absent_weight import REMEDY
+from ..linears.packed_linear import QUANTIZED_OF, PackedLinear
+from .quantizing import Replaced
 
 
 def methods(replaced: list[Replaced]) -> dict[str, Callable[..., Any]]:

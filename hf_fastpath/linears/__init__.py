@@ -1,0 +1,1 @@
+"""Linear layers with weights of few bits: ours, and those that other packages' checkpoints bring."""
