@@ -8,7 +8,7 @@ asked for makes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +17,15 @@ from .. import ops
 from ..choices import Activation
 from ..compat import ShardStyle
 from ..ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS, most_rows
+from ..ops.joined_gemv import MAX_WEIGHTS
 from ..ops.kv_cache import KVCache
 from ..quantization import PackedWeight
 from . import composed, many_rows
 from .attend import attend
+from .formulas import Gated, Product, Queries, Scores
 from .named_calls import Emit, HeadNorms, Norm
 from .rank_calls import Shard, gathered, own_inputs, summed
-from .weight import PlainWeight, Weight, joined
+from .weight import AdaptedWeight, Adapters, PlainWeight, Weight, joined
 
 
 class Route(NamedTuple):
@@ -38,83 +40,6 @@ class Route(NamedTuple):
     name: str
     takes: Callable[[Lower, Any], bool]
     make: Callable[[Lower, Any], Any]
-
-
-@dataclass
-class Product:
-    """``activation(norm(x) @ weight.T + bias) + residual``.
-
-    Attributes:
-        fits: whether ``x`` and the weight are what the ops for a few rows take.
-    """
-
-    x: Any
-    weight: Weight
-    bias: Any = None
-    residual: Any = None
-    activation: Activation = Activation.NONE
-    norm: Norm | None = None
-    fits: bool = True
-
-
-@dataclass
-class Gated:
-    """``activation(norm(x) @ gate.T) * (norm(x) @ up.T)``, each product with its bias.
-
-    Attributes:
-        together: quantized weights of both as one, if they lie side by side.
-    """
-
-    x: Any
-    gate: Weight
-    up: Weight
-    activation: Activation
-    norm: Norm | None = None
-    biases: tuple[Any, Any] = (None, None)
-    together: PackedWeight | None = None
-
-    @property
-    def has_bias(self) -> bool:
-        return any(each is not None for each in self.biases)
-
-
-@dataclass
-class Queries:
-    """Products of queries, keys and values, of which keys and values are appended to a cache.
-
-    Attributes:
-        weights, biases: of queries, keys and values, or one of all three.
-        store: arguments of ``ops.rope_append``: the cache, lengths, angles, number of heads.
-        norm, head_norms: of the input, and of queries and keys.
-        together: as of :class:`Gated`.
-    """
-
-    x: Any
-    weights: Sequence[Weight]
-    biases: Sequence[Any]
-    store: dict[str, Any]
-    norm: Norm | None = None
-    head_norms: HeadNorms | None = None
-    together: PackedWeight | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        return all(isinstance(each, PlainWeight) for each in self.weights)
-
-
-@dataclass
-class Scores:
-    """Attention of queries ``q`` over a cache.
-
-    Attributes:
-        new: where keys and values wait that ``ops.quantizing_attention`` puts into the cache, or None.
-        seen: the other arguments of ``ops.decode_attention``.
-    """
-
-    q: Any
-    cache: KVCache
-    new: KVCache | None
-    seen: dict[str, Any]
 
 
 @dataclass
@@ -229,6 +154,49 @@ class Lower:
         how = dict(factor=factor, programmatic_launch=self.early if is_early is None else is_early)
         return self.emit(ops.rms_norm.overload, x=x, **by, weight_offset=norm.kind.weight_offset, **how)
 
+    # ---- adapters ------------------------------------------------------------------------------------------------
+
+    def _adapted(self, asked: Product) -> Any:
+        bare = replace(asked, weight=asked.weight.base, residual=None, activation=Activation.NONE)
+        adapters = Adapters.of([asked.weight])
+        how = dict(residual=asked.residual, activation=asked.activation)
+        return self._with_adapters(asked.x, asked.norm, adapters, lambda: self._by(PRODUCTS, bare), **how)
+
+    def _gated_adapted(self, asked: Gated) -> Any:
+        weights = [asked.gate, asked.up]
+        base = lambda: self._side_by_side(asked.x, weights, asked.biases, asked.norm)  # noqa: E731
+        how = dict(activation=asked.activation, gated=True)
+        return self._with_adapters(asked.x, asked.norm, Adapters.of(weights), base, **how)
+
+    def _queries_adapted(self, asked: Queries) -> Any:
+        base = lambda: self._side_by_side(asked.x, asked.weights, asked.biases, asked.norm)  # noqa: E731
+        qkv = self._with_adapters(asked.x, asked.norm, Adapters.of(asked.weights), base)
+        return self.append(dict(qkv=qkv), asked.store, asked.head_norms)
+
+    def _with_adapters(
+        self, x: Any, norm: Norm | None, adapters: Adapters, base: Callable[[], Any], **behind: Any
+    ) -> Any:
+        """Emit a base product with adapters; products by ``down`` come first, as nothing waits for the base product."""
+        added = dict(weights=adapters.up, scales=adapters.scales, firsts=adapters.firsts)
+        if self.many or not hasattr(ops, "lora_down"):
+            out = base()
+            given = dict(x=self._input(Product(x, PlainWeight(adapters.down[0]), norm=norm)), down=adapters.down)
+            return self.emit(many_rows.with_adapters, base=out, **given, **added, **behind)
+        how = dict(programmatic_launch=self.early)
+        hidden = self.emit(ops.lora_down.overload, x=x, weights=adapters.down, norm=norm, **how)
+        return self.emit(ops.lora_up.overload, base=base(), hidden=hidden, **added, **behind, **how)
+
+    def _side_by_side(self, x: Any, weights: Sequence[Weight], biases: Sequence[Any], norm: Norm | None) -> Any:
+        """Emit products of one input without their adapters, the features side by side."""
+        bare = [each.base if isinstance(each, AdaptedWeight) else each for each in weights]
+        matrices = [each.matrix for each in bare if isinstance(each, PlainWeight) and not each.transposed]
+        is_bare = all(each is None for each in biases) and len({each.dtype for each in matrices}) == 1
+        if 1 < len(bare) == len(matrices) <= MAX_WEIGHTS and is_bare and self.takes_few(*bare):
+            how = dict(norm=norm, programmatic_launch=self.early)
+            return self.emit(ops.joined_gemv.overload, x=x, weights=matrices, **how)
+        made = self.projections(x, bare, biases, norm)
+        return made[0] if len(made) == 1 else self.emit(composed.side_by_side, parts=made)
+
     # ---- rows of the tables --------------------------------------------------------------------------------------
 
     def _by(self, table: Sequence[Route], asked: Any) -> Any:
@@ -330,12 +298,17 @@ class Lower:
         return self.emit(op.overload, q=asked.q, **new, cache=asked.cache, **asked.seen, programmatic_launch=self.early)
 
 
+def _has_adapters(*weights: Weight) -> bool:
+    return any(isinstance(each, AdaptedWeight) for each in weights)
+
+
 def _is_packed(to: Lower, asked: Product) -> bool:
     return isinstance(asked.weight, PackedWeight)
 
 
 #: products, see :class:`Product`
 PRODUCTS: tuple[Route, ...] = (
+    Route("product, and lora_up", lambda to, asked: _has_adapters(asked.weight), Lower._adapted),
     Route("packed_gemv", lambda to, asked: _is_packed(to, asked) and not to.many, Lower._packed_gemv),
     Route(
         "packed_gemm",
@@ -354,6 +327,7 @@ PRODUCTS: tuple[Route, ...] = (
 )
 #: gated MLPs up to their activation, see :class:`Gated`
 GATED: tuple[Route, ...] = (
+    Route("products, and lora_up", lambda to, asked: _has_adapters(asked.gate, asked.up), Lower._gated_adapted),
     Route("packed_gemv_swiglu", lambda to, asked: asked.together is not None and not to.many, Lower._gated_in_one),
     Route(
         "one product, and fused_swiglu of its halves", lambda to, asked: asked.together is not None, Lower._gated_halves
@@ -372,6 +346,9 @@ GATED: tuple[Route, ...] = (
 )
 #: projections of attention with rotation and append, see :class:`Queries`
 QUERIES: tuple[Route, ...] = (
+    Route(
+        "products, lora_up, and rope_append", lambda to, asked: _has_adapters(*asked.weights), Lower._queries_adapted
+    ),
     Route(
         "packed_qkv_rope_append", lambda to, asked: asked.together is not None and not to.many, Lower._queries_in_one
     ),

@@ -38,6 +38,16 @@ def dequantized_product(x, quants, scales, zeros, multiplier, format, bias, resi
     return linear(x, weight.dequantize(x.dtype), bias, residual, activation)
 
 
+def with_adapters(base, x, down, weights, scales, firsts, residual=None, activation=Activation.NONE, gated=False):
+    """Compute what ``ops.lora_down`` and ``ops.lora_up`` compute, given ``x`` behind its norm."""
+    out = base.to(down[0].dtype, copy=True)
+    for matrix, weight, scale, first in zip(down, weights, scales, firsts):
+        hidden = nn.functional.linear(x.to(matrix.dtype), matrix)
+        out.narrow(-1, first, len(weight)).add_(nn.functional.linear(hidden, weight), alpha=scale)
+    out = out.to(base.dtype)
+    return gated_halves(out, activation) if gated else finished(out, residual, activation)
+
+
 def gated_halves(both, activation):
     """Compute ``activation(gate) * up``; gate and up are the halves of ``both``."""
     return ops.fused_swiglu.overload(*both.chunk(2, dim=-1), activation)

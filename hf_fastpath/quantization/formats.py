@@ -125,6 +125,10 @@ class PackedWeight:
     def device(self) -> torch.device:
         return self.quants.device
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [each for each in (self.quants, self.scales, self.zeros) if each is not None]
+
     @staticmethod
     def joined(weights: Sequence[PackedWeight]) -> PackedWeight | None:
         """Return weights over the same input as one weight, or None if they do not lie behind each other in memory."""
@@ -147,6 +151,10 @@ class PackedWeight:
             shape = sum(len(tensor) for tensor in tensors), tensors[0].shape[1]
             parts[name] = tensors[0].as_strided(shape, tensors[0].stride())
         return replace(first, **parts)
+
+    def rows(self, first: int, count: int) -> PackedWeight:
+        """Return a weight of so many output features, as views."""
+        return self.split([first, count, self.out_features - first - count])[1]
 
     def split(self, rows: Sequence[int]) -> list[PackedWeight]:
         """Split the weight into views of so many rows each."""

@@ -36,3 +36,7 @@ class LengthTaken(Unrecordable):
 
 class OwnPadding(Unrecordable):
     """A step that hides other places of a cache than those that its mask of the text says."""
+
+
+class StandInRead(Unrecordable):
+    """A call that reads the matrix of a weight of several tensors, which no matrix holds."""

@@ -21,8 +21,8 @@ from ..ops.kv_cache import KVCache
 from ..ops.latent_attention import MAX_RANK, MAX_ROPE_DIM
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import marks
-from .quantized import QuantizedWeights
 from .recording import Recording, Unrecordable, registers_in
+from .stand_ins import StandIns
 
 _aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ class Lowering:
         self._at, self._attentions = at[part.devices[0]], [layer.attention for layer in part.layers]
         self._values: dict[int, Any] = dict(given)
         self._pending: dict[int, tuple[Any, Any]] = {}  # layer -> keys and values that are not in its cache yet
-        self._quantized = QuantizedWeights(recording)
+        self._stand_ins = StandIns(recording)
         self._chunk_starts: dict[int, Any] = {}  # size of windows that begin anew -> where the newest tokens' begin
 
     def run(self) -> Any:
@@ -66,7 +66,6 @@ class Lowering:
         for place, call in enumerate(self._recording.calls):
             self._come_to(place)
             arguments = {name: self._value(value) for name, value in call.arguments.items()}
-            self._quantized.check(call)
             rule = _RULES.get(call.op)
             if rule is not None:
                 self._values[call.out.index] = rule(self, call, **arguments)
@@ -95,8 +94,8 @@ class Lowering:
     # ---- rules ------------------------------------------------------------------------------------------------
 
     def _linear(self, call: Call, x, weight, bias, transposed=False, **others) -> Any:
-        fits = weight in self._quantized or takes_product(self._recording, call)
-        return self._to.product(x, self._quantized.weight(weight, transposed), bias=bias, fits=fits, **others)
+        fits = weight in self._stand_ins or takes_product(self._recording, call)
+        return self._to.product(x, self._stand_ins.weight(weight, transposed), bias=bias, fits=fits, **others)
 
     def _normed(self, call: Call, x, norm, unit_offset=False, residual=None, factor=None) -> Any:
         if norm.kind == NormKind.LAYER and unit_offset:
@@ -207,7 +206,7 @@ class Lowering:
         return self._to.attend(queries, cache, None if at.staging is None else self._staged(layer), **how)
 
     def _gated(self, call: Call, x, gate_weight, up_weight, activation, norm=None) -> Any:
-        gate, up = map(self._quantized.weight, (gate_weight, up_weight))
+        gate, up = map(self._stand_ins.weight, (gate_weight, up_weight))
         return self._to.gated(x, gate, up, activation, norm=norm)
 
     def _angles(self, call: Call, tables, formula, dtype, pairs) -> Any:
@@ -242,7 +241,7 @@ class Lowering:
         head_norms=None, norm=None, factor=None, **attend,
     ):  # fmt: skip
         store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs) | dict(num_heads=num_heads)
-        found = [self._quantized.weight(each, transposed) for each in weights]
+        found = [self._stand_ins.weight(each, transposed) for each in weights]
         queries = self._to.queries(x, found, biases, store, norm=norm, head_norms=head_norms)
         if queries is None:
             sources, sizes = self._to.projections(x, found, biases, norm), (num_heads, num_kv_heads, head_dim)

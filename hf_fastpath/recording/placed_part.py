@@ -27,6 +27,7 @@ from .local_part import LocalRecordedPart
 from .lowering import Lowering
 from .part import RecordedPart
 from .recording import Recording, Unrecordable, is_mutable
+from .stand_ins import StandIns
 
 #: a parameter of at most so many bytes (norms, biases) may be copied to another device when ``generate()`` begins
 _COPIED_BYTES = 1 << 20
@@ -69,7 +70,7 @@ class Placement:
         weight: Callable[[torch.Tensor], tuple[int, torch.device] | None],
         home: torch.device,
     ):
-        self._recording, self._weight = recording, weight
+        self._recording, self._weight, self._stand_ins = recording, weight, StandIns(recording)
         self._owners = {each.index: layer for layer, states in enumerate(recording.states) for each in states}
         self._made: dict[int, torch.device] = {}  # register -> where its value is made
         self._last_writes = self._find_last_writes()
@@ -106,7 +107,7 @@ class Placement:
         return found + [layer] * (layer is not None) + [("encoded", encoded)] * (encoded is not None)
 
     def _device(self, call: Call, here: torch.device) -> torch.device:
-        found = filter(None, map(self._weight, tensors_in(call.arguments)))
+        found = filter(None, map(self._weight, self._stand_ins.tensors_in(call)))
         weights = sorted(found, key=operator.itemgetter(0), reverse=True)
         layers = self._layers(call)
         made = [each for each in read_by(call) if each.index in self._made]
@@ -206,13 +207,13 @@ class PlacedPart(LocalRecordedPart):
 
     @functools.cached_property
     def _weights(self) -> dict[int, tuple[int, torch.device]]:
-        """Storage of each parameter, and of what stands for a quantized one -> bytes, and where calls read it."""
+        """Storage of each parameter, and of quants in the place of one -> bytes, and where calls read it."""
         found = {
             each.untyped_storage()._cdata: (each.nbytes, self.device_of(each)) for each in self.module.parameters()
         }
-        for path, matrix in self._looked_at.skeleton.quantized.items():
+        for path in self._looked_at.skeleton.quantized:
             quants = self.module.get_submodule(path).quants
-            found[matrix.untyped_storage()._cdata] = quants.nbytes, self.device_of(quants)
+            found[quants.untyped_storage()._cdata] = quants.nbytes, self.device_of(quants)
         return found
 
     @functools.cached_property
@@ -256,8 +257,9 @@ class PlacedPart(LocalRecordedPart):
     @functools.cached_property
     def _read(self) -> set[int]:
         """Storages of what the calls of a step hold."""
-        calls = self.recording(1, 1).calls
-        return {each.untyped_storage()._cdata for call in calls for each in tensors_in(call.arguments)}
+        recording = self.recording(1, 1)
+        held = map(StandIns(recording).tensors_in, recording.calls)
+        return {each.untyped_storage()._cdata for tensors in held for each in tensors}
 
     @functools.cached_property
     def host_weights(self) -> list[list[torch.Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..decode.named_calls import Call, Register, bound, by_name, read_by, registers_in
-from ..linears.packed_linear import PackedLinear
+from ..decode.weight import Weight
 from . import marks
 from .errors import Misspread as Misspread
 from .errors import OwnPadding as OwnPadding
@@ -108,7 +108,7 @@ class Recording:
         live: storages of tensors that are no parameters or buffers, but may change all the same.
         served: lengths of the text, and of what an encoder has read, for which the step is the model's.
         is_of_given_length: the length was not chosen as one that no other size is likely to be.
-        quantized: a matrix without data that stands for a quantized weight, and the layer that has the weight.
+        stand_ins: a matrix without data, and the weight that it stands for, see :mod:`.stand_ins`.
     """
 
     batch: int
@@ -133,7 +133,7 @@ class Recording:
     readers: list[str] = field(default_factory=list)
     is_unpadded: bool = False
     live: set[int] = field(default_factory=set)
-    quantized: list[tuple[torch.Tensor, PackedLinear]] = field(default_factory=list)
+    stand_ins: list[tuple[torch.Tensor, Weight]] = field(default_factory=list)
     served: Served | None = None
     is_of_given_length: bool = False
 

@@ -260,7 +260,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         is_unpadded=noting.is_unpadded,
         live={each.untyped_storage()._cdata for each in (*skeleton.plain, *skeleton.code.tensors())},
         served=_served(noting, windows),
-        quantized=[(each, skeleton.model.get_submodule(path)) for path, each in skeleton.quantized.items()],
+        stand_ins=[(each, skeleton.model.get_submodule(path).packed) for path, each in skeleton.quantized.items()],
     )
 
 

@@ -5,12 +5,14 @@ A pass takes a :class:`..recording.Recording` and changes its calls; what it doe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import nn
 
 from ..recording import Recording
+from ..stand_ins import StandIns
 from . import (
+    adapters,
     attention,
     axes,
     experts,
@@ -58,6 +60,7 @@ PASSES: tuple[Pass, ...] = (
     scaled_experts.scaled_experts,
     products.unflattened,
     views.no_change,
+    adapters.adapters,
     states.short_convolutions,
     states.gated_delta_steps,
     states.selective_state_steps,
@@ -89,18 +92,25 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
-def passed(recording: Recording, model: nn.Module) -> Recording:
+def passed(recording: Recording, model: nn.Module, without: Collection[Pass] = ()) -> Recording:
     """``recording`` behind all passes.
 
     Args:
         model: whose tensors the calls hold.
+        without: passes that are left out.
 
     Raises:
+        StandInRead: a call reads a stand-in, which it cannot.
         Unrecordable: a call depends on how long the text was when it was recorded.
     """
     recording.drop_unread()
     for each in PASSES:
+        if each in without:
+            continue
         each(recording, model)
         recording.drop_unread()
     lengths.check_lengths(recording)
+    stand_ins = StandIns(recording)
+    for call in recording.calls:
+        stand_ins.check(call)
     return recording

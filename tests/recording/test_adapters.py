@@ -1,0 +1,164 @@
+"""LoRA in recorded steps: the base model's calls, with two small ones at each input."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import causal_lm_types
+import pytest
+import torch
+from models import CPU, build, counting, require_native
+from torch import nn
+
+import hf_fastpath
+from hf_fastpath.architecture import architectures
+from hf_fastpath.patching.state import state_of
+from hf_fastpath.recording import stand_ins
+
+peft = pytest.importorskip("peft")
+LISTED = {each.name for each in architectures()}
+#: what stays PyTorch's if an adapter's products are not recognized
+BY_PYTORCH = ("mul.Tensor", "add.Tensor")
+
+
+def small(name: str) -> nn.Module:
+    return build(name) if name in LISTED else causal_lm_types.small_model(name)
+
+
+def adapted(model: nn.Module, names: tuple[str, ...] = ("default",), **options: Any) -> nn.Module:
+    """Return the model with adapters on all its linear layers (or ``target_modules``) that change tokens."""
+    torch.manual_seed(4)
+    config = dict(target_modules="all-linear", r=4, lora_alpha=6) | options
+    model = peft.get_peft_model(model, peft.LoraConfig(**config), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, peft.LoraConfig(**config))
+    for path, parameter in model.named_parameters():
+        if "lora_B" in path:
+            nn.init.normal_(parameter, std=0.08)
+    if len(names) > 1:
+        model.base_model.set_adapter(list(names))
+    return model.eval()
+
+
+def generated(model: nn.Module, **options: Any) -> torch.Tensor:
+    inputs = torch.arange(5, 14)[None] if "input_ids" not in options else options.pop("input_ids")
+    return model.generate(input_ids=inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False, **options)
+
+
+def calls_of(model: nn.Module) -> Counter:
+    plan = next(iter(state_of(model.base_model.model if hasattr(model, "base_model") else model).plans))
+    return Counter(call.name.removesuffix(".default") for call in plan.program.calls)
+
+
+def assert_alike(model: nn.Module, **options: Any) -> nn.Module:
+    """Return the patched model, whose tokens are the model's, and all in our loop."""
+    require_native(CPU)
+    ours = hf_fastpath.patch(copy.deepcopy(model), quiet=True)
+    with counting(ours) as counts:
+        found = generated(ours, **options)
+    assert torch.equal(found, generated(model, **options))
+    assert counts.fast and not counts.fallback, (counts.reasons, str(hf_fastpath.report(ours)))
+    return ours
+
+
+FAMILIES = ("llama", "gpt2", "qwen3", "gemma2", "phi3", "falcon", "cohere", "glm4", "granitemoe", "bloom", "lfm2")
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_input_has_two_more_calls(name):
+    plain, model = small(name), adapted(small(name))
+    ours = assert_alike(model)
+    calls = calls_of(ours)
+    assert calls["lora_down"] == calls["lora_up"] > 0
+    before = hf_fastpath.patch(plain, quiet=True)
+    generated(before)
+    of_pytorch = {each: calls_of(before)[each] for each in BY_PYTORCH}
+    assert {each: calls[each] for each in BY_PYTORCH} == of_pytorch, "an adapter has calls of PyTorch's"
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        dict(target_modules=["q_proj", "v_proj"]),
+        dict(target_modules=["up_proj"]),
+        dict(target_modules=["o_proj", "down_proj"], use_rslora=True),
+        dict(r=1),
+        dict(r=19, lora_alpha=19),
+        dict(rank_pattern={"k_proj": 2, "gate_proj": 7}),
+        dict(lora_dropout=0.4),
+        dict(init_lora_weights="olora"),
+    ),
+    ids=lambda each: ",".join(each),
+)
+def test_options_of_adapters(options):
+    calls = calls_of(assert_alike(adapted(small("llama"), **options)))
+    assert calls["lora_up"] > 0 and not any(calls[each] for each in BY_PYTORCH)
+
+
+@pytest.mark.parametrize("count", (2, 4, 5))
+def test_several_adapters_at_once(count):
+    """More than four of one weight stay PyTorch's, and right."""
+    names = tuple(f"adapter {place}" for place in range(count))
+    calls = calls_of(assert_alike(adapted(small("llama"), names, target_modules=["q_proj", "down_proj"])))
+    assert (calls["lora_up"] > 0) == (count <= 4)
+
+
+@pytest.mark.parametrize("options", (dict(use_dora=True), dict(lora_bias=True)), ids=lambda each: ",".join(each))
+def test_what_is_more_than_two_products_is_right(options):
+    assert_alike(adapted(small("llama"), **options))
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2", "glm4"))
+@pytest.mark.parametrize("rows", (1, 3, 20))
+def test_rows(name, rows):
+    """Batches for which products are those of many rows, and drafts."""
+    model = adapted(small(name))
+    ids = torch.randint(5, 90, (rows, 7), generator=torch.Generator().manual_seed(rows))
+    ours = assert_alike(model, input_ids=ids)
+    if rows == 1:
+        options = dict(input_ids=torch.arange(5, 9).repeat(4)[None], prompt_lookup_num_tokens=3)
+        assert torch.equal(generated(ours, **options), generated(model, **options))
+
+
+def test_a_weight_that_is_read_otherwise_is_none_with_adapters(monkeypatch):
+    """Marks to come may read a matrix in other ways than by a product."""
+    monkeypatch.setattr(stand_ins, "_OF_PRODUCTS", ())
+    calls = calls_of(assert_alike(adapted(small("llama"))))
+    assert not calls["lora_up"] and calls["mul.Tensor"]
+
+
+@pytest.mark.parametrize("autocast", (True, False))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_adapters_in_float32_and_in_16_bits(dtype, autocast):
+    require_native(CPU)
+    model = peft.get_peft_model(
+        small("llama").to(dtype),
+        peft.LoraConfig(target_modules="all-linear", r=8),
+        autocast_adapter_dtype=autocast,
+    ).eval()
+    for path, parameter in model.named_parameters():
+        if "lora_B" in path:
+            nn.init.normal_(parameter, std=0.05)
+    result = hf_fastpath.verify(hf_fastpath.patch(model, quiet=True), torch.arange(5, 14)[None], max_new_tokens=6)
+    assert result.ok, str(result)
+    assert calls_of(model)["lora_up"] > 0 and not calls_of(model)["_to_copy"]
+
+
+def test_weights_of_adapters_are_read_as_they_are():
+    """Training steps, and a scale that is set, between two calls."""
+    model = adapted(small("llama"))
+    ours = assert_alike(model)
+    for each in (model, ours):
+        with torch.no_grad():
+            for path, parameter in each.named_parameters():
+                if "lora_" in path:
+                    parameter.mul_(-1.5)
+    assert torch.equal(generated(ours), generated(model))
+    for each in (model, ours):
+        for module in each.modules():
+            if isinstance(getattr(module, "scaling", None), dict):
+                module.scaling["default"] = 0.25
+    assert torch.equal(generated(ours), generated(model))
