@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 from hf_fastpath import traffic
 from hf_fastpath.architecture import Architecture, architectures
 from hf_fastpath.bench import shapes
-from hf_fastpath.decode.structure import model_part
+from hf_fastpath.decode.described import model_part
 from hf_fastpath.quantization import FORMATS, quantize
-from hf_fastpath.quantization.replacing import of_one_input
 from hf_fastpath.reasons import REASONS
 
 DOCS = Path(__file__).resolve().parent
@@ -192,9 +191,7 @@ def _held_bytes(model: torch.nn.Module, format: str | None) -> int:
     if format is None:
         return total
     (architecture,) = (each for each in architectures() if each.name == model.config.model_type)
-    linears = [
-        linear for layer in model_part(architecture, model).layers for group in of_one_input(layer) for linear in group
-    ]
+    linears = model_part(architecture, model).projections()
     return total + sum(FORMATS[format].nbytes(*linear.weight.shape) - linear.weight.nbytes for linear in linears)
 
 

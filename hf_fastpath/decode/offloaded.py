@@ -17,9 +17,9 @@ from torch import nn
 from .. import compat
 from ..architecture import Architecture
 from ..reasons import Cause
+from .described import DescribedPart, model_part
 from .local_models import LocalPart, copied, has_local, rebuilt
 from .modules import is_own_forward, weight_and_bias
-from .structure import ModelPart, model_part
 
 #: attributes that accelerate's hooks leave on a module
 _HOOKED = ("_hf_hook", "_old_forward")
@@ -75,7 +75,7 @@ class Waiting:
 
     @property
     def sources(self) -> list[tuple[int, int]]:
-        """See ``ModelPart.sources``."""
+        """See ``StepSource.sources``."""
         found = (compat.brought(module).values() for module, _ in self._brought)
         return [(id(each), each.data_ptr()) for values in found for each in values if each is not None]
 
@@ -161,7 +161,7 @@ class Described:
         """Name of the transformers module that defines the architecture's classes."""
         return self.architecture.module
 
-    def model_part(self, model: nn.Module) -> ModelPart | None:
+    def model_part(self, model: nn.Module) -> DescribedPart | None:
         """Return ``model`` in its roles as it is now, or None if it is not exactly of this architecture."""
         part = model_part(self.architecture, model)
         if part is None or not any(map(compat.brought, model.modules())):

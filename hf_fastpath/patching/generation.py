@@ -80,7 +80,7 @@ def _takes_our_cache(model: nn.Module, state: PatchState, part: Any, config: Any
     if state.loop_reason is None and part is not None:
         if request_reason(part, config) is not None:
             return False
-        if part.is_recorded and unknown_argument(part, model_kwargs) is not None:  # nothing but our loop uses the cache
+        if not part.modules_use_cache and unknown_argument(part, model_kwargs) is not None:
             return False
     return is_served(model, state, part)
 

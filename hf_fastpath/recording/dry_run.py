@@ -10,6 +10,7 @@ import torch
 from ..decode.encoded import EncodedMemory
 from ..decode.positions import Positions
 from ..decode.program import Program
+from ..decode.source import StepInputs
 from ..ops.kv_cache import KVCache
 
 
@@ -28,4 +29,4 @@ def dry_run(part: Any) -> None:
     shape = torch.zeros(1, 1, dtype=torch.long)
     biases = [each.memory(shape.device) for each in part.biases(1)]
     tokens = torch.zeros(1, 1, *part.token_shape, dtype=torch.long)
-    part.record(program, tokens, shape, caches, part.states(1), biases, at)
+    part.record(program, StepInputs(tokens, shape, {}, caches, part.states(1), biases, at))
