@@ -221,9 +221,6 @@ class StepSource(Protocol):
     def layer_devices(self) -> list[torch.device]:
         """The device of each layer of the cache."""
 
-    def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """Return where calls of a step read a tensor of the model."""
-
     @property
     def host_weights(self) -> Sequence[list[torch.Tensor]]:
         """Groups of tensors in host memory that a step has to bring to a GPU, in the order in which it reads them."""
@@ -376,6 +373,7 @@ class WholeModel:
         return module
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """Return where calls of a step read a tensor of the model."""
         return tensor.device
 
     def look_again(self) -> None:
