@@ -20,6 +20,7 @@ from ..reasons import Cause
 from .described import DescribedPart, model_part
 from .local_models import LocalPart, copied, has_local, rebuilt
 from .modules import is_own_forward, weight_and_bias
+from .source import StepSource
 
 #: attributes that accelerate's hooks leave on a module
 _HOOKED = ("_hf_hook", "_old_forward")
@@ -142,7 +143,7 @@ class OffloadedPart(LocalPart):
         return self.lasting_reason() or in_whole(self, super().reason())
 
 
-def in_whole(part: Any, reason: str | None) -> str | None:
+def in_whole(part: StepSource, reason: str | None) -> str | None:
     """Return a reason with the module of the whole model in the place of one of its local model."""
     local = getattr(reason, "module", None)
     if local is None or not any(each is local for each in part.module.modules()):

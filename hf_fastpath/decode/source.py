@@ -93,7 +93,7 @@ class Lengths(Protocol):
     def fingerprints(self) -> list[tuple]:
         """Return what decode plans bake in, of the sources for other lengths."""
 
-    def part_for(self, past: int, encoded: int | None, batch: int) -> Any:
+    def part_for(self, past: int, encoded: int | None, batch: int) -> StepSource:
         """Return the source whose step is the model's behind ``past`` tokens in the cache and ``encoded`` places that
         an encoder has read (None without one)."""
 

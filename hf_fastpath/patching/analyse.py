@@ -50,7 +50,8 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
     if reason is None:
         family = _family(model, known)
         whole = None if family is None else family.model_part(model)
-        reason = _whole_reason(model, whole) if whole is None else whole.making_reason() or _whole_reason(model, whole)
+        reason = None if whole is None else whole.making_reason()
+        reason = reason or _whole_reason(model, whole)
         if whole is not None and whole.reason_of_file is not None:
             declined = [] if reason is None else declined
             if reason in OF_FILES:

@@ -13,6 +13,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..decode import assisted, beams, counted, loop
 from ..decode.eligibility import request_reason, uncovered_reason, unknown_argument
 from ..decode.patched import STATE_KEY
+from ..decode.source import StepSource
 from ..reasons import Cause
 from .module_patch import KEY
 from .plan import PatchPlan
@@ -72,7 +73,9 @@ def prepare_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _takes_our_cache(model: nn.Module, state: PatchState, part: Any, config: Any, model_kwargs: dict) -> bool:
+def _takes_our_cache(
+    model: nn.Module, state: PatchState, part: StepSource | None, config: Any, model_kwargs: dict
+) -> bool:
     """Whether a FastpathCache serves a call.
 
     What the call asks for is looked at first, so that a model is not recorded for a call of stock code.
@@ -85,7 +88,7 @@ def _takes_our_cache(model: nn.Module, state: PatchState, part: Any, config: Any
     return is_served(model, state, part)
 
 
-def is_served(model: nn.Module, state: PatchState, part: Any) -> bool:
+def is_served(model: nn.Module, state: PatchState, part: StepSource | None) -> bool:
     """Whether a FastpathCache serves a model as it is: our loop uses it, or every layer's attention does."""
     if state.loop_reason is not None:
         return _has_layers_of_ours(model, state.decided)

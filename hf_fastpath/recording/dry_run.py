@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ..decode.encoded import EncodedMemory
 from ..decode.positions import Positions
 from ..decode.program import Program
-from ..decode.source import StepInputs
+from ..decode.source import StepInputs, StepSource
 from ..ops.kv_cache import KVCache
 
 
-def dry_run(part: Any) -> None:
+def dry_run(part: StepSource) -> None:
     """Lower the step without a plan.
 
     Raises:
