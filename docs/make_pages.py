@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM
 from hf_fastpath import traffic
 from hf_fastpath.architecture import Architecture, architectures
 from hf_fastpath.bench import shapes
-from hf_fastpath.decode.structure import model_part
+from hf_fastpath.decode.described import model_part
 from hf_fastpath.quantization import FORMATS, quantize
 from hf_fastpath.reasons import REASONS
-from hf_fastpath.replacing.quantizing import of_one_input
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # when the file is loaded by its path, as tests do
@@ -192,9 +191,7 @@ def _held_bytes(model: torch.nn.Module, format: str | None) -> int:
     if format is None:
         return total
     (architecture,) = (each for each in architectures() if each.name == model.config.model_type)
-    linears = [
-        linear for layer in model_part(architecture, model).layers for group in of_one_input(layer) for linear in group
-    ]
+    linears = model_part(architecture, model).projections()
     return total + sum(FORMATS[format].nbytes(*linear.weight.shape) - linear.weight.nbytes for linear in linears)
 
 

@@ -28,6 +28,7 @@ from hf_fastpath.options import Options
 from hf_fastpath.patching.analyse import analyse
 from hf_fastpath.patching.state import patched_model, state_of
 from hf_fastpath.recording import lowering, marks
+from hf_fastpath.recording.part import RecordedPart
 from hf_fastpath.recording.passes.attention import positional
 from hf_fastpath.recording.recording import Recording, read_by
 
@@ -192,7 +193,7 @@ def _patched_row(
         details = "; ".join(report.details.get(f"loop: {report.loop}", []))
         return Row(model_type, of_kind, "stock", reason=f"{report.loop}: {details}".rstrip(": "))
     decided = state_of(patched_model(ours)).decided
-    how = "recorded" if decided.is_recorded else "file"
+    how = "recorded" if decided.recorded is not None else "file"
     by_stock = ()
     try:
         tokens, by_stock = _compared(ours, stock, prompts, generate)
@@ -245,7 +246,7 @@ def left(model: PreTrainedModel) -> Iterator[str]:
     model = patched_model(model)
     plans = state_of(model).plans
     part = plans.part_of(model)
-    if part.is_recorded:
+    if isinstance(part, RecordedPart):
         recording = part.recording(1, 1)
         mixed = _mixed(recording)
         for call in recording.calls:

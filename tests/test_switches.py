@@ -6,12 +6,9 @@ import ast
 from pathlib import Path
 
 import pytest
-from models import build
 
 from hf_fastpath import switches
 from hf_fastpath.native import loader, toolchain
-from hf_fastpath.options import Options
-from hf_fastpath.patching.analyse import RECORD, analyse
 
 PACKAGE = Path(switches.__file__).parent
 OFF = ("", "0", "false", "no", "off", "False", "OFF", " no ")
@@ -25,17 +22,6 @@ def test_what_is_on(value, expected, monkeypatch):
         assert switches.is_on("HF_FASTPATH_SOMETHING", default) == expected
     monkeypatch.delenv("HF_FASTPATH_SOMETHING")
     assert switches.is_on("HF_FASTPATH_SOMETHING", True) and not switches.is_on("HF_FASTPATH_SOMETHING")
-
-
-@pytest.mark.parametrize(("value", "recorded"), [(None, False), *((v, False) for v in OFF), *((v, True) for v in ON)])
-@pytest.mark.parametrize("architecture", ("llama", "gpt2"))
-def test_record(architecture, value, recorded, monkeypatch):
-    """A model with an architecture file is recorded if the switch is on, and only then."""
-    monkeypatch.delenv(RECORD, raising=False)
-    if value is not None:
-        monkeypatch.setenv(RECORD, value)
-    plan = analyse(build(architecture), Options.parse())
-    assert (plan.recorded is not None) == recorded
 
 
 @pytest.mark.parametrize(("value", "off"), [(None, False), *((v, True) for v in OFF), *((v, False) for v in ON)])

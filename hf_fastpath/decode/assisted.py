@@ -36,7 +36,7 @@ from .draft_plan import DraftReader, StockReader
 from .drafts import PlanDrafts, StockDrafts
 from .eligibility import step_aside_reason, why_no_drafts
 from .patched import STATE_KEY, Patched
-from .structure import ModelPart
+from .source import StepSource
 
 
 @for_patched_models
@@ -95,7 +95,7 @@ def decode(
     named |= dict(generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer)
     named |= dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer)
     # only the way to draft is not ours: the modules' forwards read such drafts, over our cache
-    is_read_by_ours = reason == "generation_mode" and not part.is_recorded
+    is_read_by_ours = reason == "generation_mode" and part.modules_use_cache
     named |= dict(tokenizer=tokenizer, **(model_kwargs if is_read_by_ours else for_stock(model_kwargs)))
     return by_stock(state, input_ids, lambda: original(model, input_ids, **named), needs_modules=is_read_by_ours)
 
@@ -154,7 +154,7 @@ class _Call:
         self.logits: list[torch.Tensor] | None = [] if wants else None
         self.scores = self.logits if self.plain or not wants else []
 
-    def generate(self, part: ModelPart, model_kwargs: dict, assistant: Any) -> Any:
+    def generate(self, part: StepSource, model_kwargs: dict, assistant: Any) -> Any:
         cache, positions = (
             model_kwargs[compat.CACHE],
             position_ids_of(self.text[:, : self.prompt_len].to(self.device), self.config, model_kwargs),
@@ -197,14 +197,14 @@ class _Call:
         compat.keep_draft_length(self.generator)
         return self._result(cache, started, self.length - before)
 
-    def _read_prompt(self, part: ModelPart | None, model_kwargs: dict, starts: torch.Tensor | None) -> torch.Tensor:
+    def _read_prompt(self, part: StepSource | None, model_kwargs: dict, starts: torch.Tensor | None) -> torch.Tensor:
         """Return [1, vocab_size] logits of the token behind the prompt. If ``part`` is None, stock code has to run."""
         if part is None:
             return compat.prefill(self.model, self.ids, self.config, model_kwargs).logits[:, -1]
         return prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
 
     def _reader_of(
-        self, part: ModelPart | None, model_kwargs: dict, starts: torch.Tensor | None, keep: Any
+        self, part: StepSource | None, model_kwargs: dict, starts: torch.Tensor | None, keep: Any
     ) -> DraftReader | StockReader:
         """Make the reader of drafts behind the text for the model as it is now.
 

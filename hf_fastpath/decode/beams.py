@@ -11,11 +11,11 @@ from .calls import for_patched_models
 from .counted import by_stock
 from .eligibility import step_aside_reason
 from .patched import Patched
+from .source import StepSource
 from .stand_in import StandIn
-from .structure import ModelPart
 
 
-def takes(part: ModelPart | None) -> bool:
+def takes(part: StepSource | None) -> bool:
     """Whether plans make the steps of a beam search; ranks would have to agree on beams as well."""
     return part is not None and part.ranks is None
 

@@ -18,7 +18,7 @@ from .eligibility import model_reason, torch_reason
 from .multimodal import Behind
 from .patched import STATE_KEY, Patched
 from .ranks import Ranks
-from .structure import ModelPart
+from .source import StepSource
 
 
 def for_patched_models(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def for_patched_models(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def settling(cache: FastpathCache, part: ModelPart) -> Iterator[None]:
+def settling(cache: FastpathCache, part: StepSource) -> Iterator[None]:
     """Give all layers of ``cache`` the same length again if the block is broken off."""
     try:
         cache.stands_for = None
@@ -103,7 +103,7 @@ class Watch:
         state, part: those of the model when it was last looked at; ``part`` is None if stock code has to go on.
     """
 
-    def __init__(self, state: Patched, part: ModelPart):
+    def __init__(self, state: Patched, part: StepSource):
         self.state, self.part = state, part
         self._model, self._snapshot = part.source, state.plans.snapshot_of(part)
 

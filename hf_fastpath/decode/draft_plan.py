@@ -11,7 +11,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from .named_calls import Register
 from .plan import DecodePlan, _aten
-from .structure import ModelPart
+from .source import StepSource
 
 #: tokens that a plan may read; fewer tokens take the next wider plan, because any plan reads the weights just once
 WIDTHS = (1, 2, 4, 8, MAX_QUERY_LEN)
@@ -31,7 +31,7 @@ class DraftPlan(DecodePlan):
         logits: [1, width, vocab_size] in the model's dtype, overwritten by the next read.
     """
 
-    def __init__(self, part: ModelPart, kv_dtype: torch.dtype, width: int, page_sizes: tuple[int | None, ...] = ()):
+    def __init__(self, part: StepSource, kv_dtype: torch.dtype, width: int, page_sizes: tuple[int | None, ...] = ()):
         self.query_len = width
         kind = {"device": "cpu", "pin_memory": part.embedding.weight.device.type == "cuda"}
         with torch.inference_mode(False):  # buffers that the program copies from and to
@@ -42,7 +42,7 @@ class DraftPlan(DecodePlan):
         self._ranks = part.ranks
         super().__init__(part, 1, kv_dtype, page_sizes=page_sizes)
 
-    def _record(self, part: ModelPart) -> Register:
+    def _record(self, part: StepSource) -> Register:
         emit = self.program.emit
         for target, source in zip((self.tokens, self.positions, self.seq_lens), (*self._given, self._length)):
             emit(_aten.copy_.default, target, source, True)

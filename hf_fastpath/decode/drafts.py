@@ -15,7 +15,7 @@ from .calls import Watch
 from .draft_plan import DraftPlan
 from .patched import Patched
 from .plan import DecodePlan
-from .structure import ModelPart
+from .source import StepSource
 
 
 class StockDrafts:
@@ -88,7 +88,7 @@ class PlanDrafts:
         self,
         generator: Any,
         state: Patched,
-        part: ModelPart,
+        part: StepSource,
         cache: FastpathCache,
         given: prompt.Prompt,
         ends: frozenset[int],

@@ -15,7 +15,7 @@ from ..reasons import Cause, class_name
 from . import multimodal
 from .multimodal import Behind
 from .patched import Patched
-from .structure import ModelPart
+from .source import StepSource
 
 #: the ``model_kwargs`` that our loops understand; the tokenizer comes along with stop strings, and is not used
 KNOWN_MODEL_KWARGS = frozenset(
@@ -27,7 +27,7 @@ INDEX_DTYPES = (torch.int64, torch.int32)
 
 def step_aside_reason(
     state: Patched,
-    part: ModelPart | None,
+    part: StepSource | None,
     input_ids: torch.Tensor,
     config: Any,
     synced_gpus: bool,
@@ -47,10 +47,10 @@ def step_aside_reason(
 
 
 def _length_reason(
-    state: Patched, part: ModelPart, input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]
+    state: Patched, part: StepSource, input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]
 ) -> Cause | None:
     """Return why steps of some length of this text are not known, or None."""
-    if not part.is_recorded or not part.by_length.is_bounded(len(input_ids)):
+    if not part.by_length.is_bounded(len(input_ids)):
         return None
     text = compat.text_arguments(model_kwargs)
     first = multimodal.prompt_shape(input_ids, text)[1]
@@ -62,7 +62,7 @@ def _length_reason(
     return part.by_length.reason(state.plans, len(input_ids), first, end, encoded)
 
 
-def text_of(part: ModelPart | None, input_ids: torch.Tensor, model_kwargs: dict) -> torch.Tensor:
+def text_of(part: StepSource | None, input_ids: torch.Tensor, model_kwargs: dict) -> torch.Tensor:
     """Return a token of each position of the texts that a call goes on with, [batch, seq_len]."""
     if part is None or not part.token_shape:
         return input_ids
@@ -70,7 +70,7 @@ def text_of(part: ModelPart | None, input_ids: torch.Tensor, model_kwargs: dict)
 
 
 def _text_reason(
-    state: Patched, part: ModelPart | None, input_ids: torch.Tensor, config: Any, synced_gpus: bool, model_kwargs: dict
+    state: Patched, part: StepSource | None, input_ids: torch.Tensor, config: Any, synced_gpus: bool, model_kwargs: dict
 ) -> str | None:
     """Return the reason against this call if its prompt were tokens alone, or None."""
     text = compat.text_arguments(model_kwargs)
@@ -97,7 +97,7 @@ def _text_reason(
     return reason or _layout_reason(part, input_ids, text, past_len)
 
 
-def _dropped_cache_reason(part: ModelPart, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> Cause | None:
+def _dropped_cache_reason(part: StepSource, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> Cause | None:
     """Return the reason against a call in which the model's class drops a cache that holds tokens, or None.
 
     That does not matter if the tokens are all read again, at positions that turn as before.
@@ -119,7 +119,7 @@ def _dropped_cache_reason(part: ModelPart, input_ids: torch.Tensor, config: Any,
     return Cause("generation_method", f"{found.method}, which drops the cache behind {found.length} tokens")
 
 
-def request_reason(part: ModelPart, config: Any) -> str | None:
+def request_reason(part: StepSource, config: Any) -> str | None:
     """Return the reason against every call with this generation config, or None. Nothing is recorded for it."""
     method = asked_method(part)
     is_plain = not (part.token_shape or part.has_encoder or part.is_multimodal) and part.ranks is None
@@ -141,7 +141,7 @@ def request_reason(part: ModelPart, config: Any) -> str | None:
 
 def why_no_drafts(
     state: Patched,
-    part: ModelPart | None,
+    part: StepSource | None,
     input_ids: torch.Tensor,
     config: Any,
     synced_gpus: bool,
@@ -160,7 +160,7 @@ def why_no_drafts(
     return reason
 
 
-def uncovered_reason(loop_reason: str | None, model: nn.Module | None, part: ModelPart | None) -> str | None:
+def uncovered_reason(loop_reason: str | None, model: nn.Module | None, part: StepSource | None) -> str | None:
     """Return the reason code for which our loops take no call of a patched model, or None.
 
     Args:
@@ -175,7 +175,7 @@ def uncovered_reason(loop_reason: str | None, model: nn.Module | None, part: Mod
     return None
 
 
-def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor, cache: FastpathCache) -> str | None:
+def model_reason(state: Patched, part: StepSource | None, input_ids: torch.Tensor, cache: FastpathCache) -> str | None:
     """Return the reason code for which stock code runs the model as it is now, whatever the call asks for; or None."""
     if (reason := uncovered_reason(state.loop_reason, state.model, part)) is not None:
         return reason
@@ -198,7 +198,7 @@ def model_reason(state: Patched, part: ModelPart | None, input_ids: torch.Tensor
     return reason
 
 
-def asked_method(part: ModelPart) -> str | None:
+def asked_method(part: StepSource) -> str | None:
     """Return the method that has to be asked what each token is given, or None if that is known."""
     return compat.overridden_inputs(part.module, part.architecture.module)
 
@@ -211,7 +211,7 @@ def torch_reason(model: nn.Module) -> Cause | None:
     return None if function is None else Cause("replaced_function", function)
 
 
-def _arguments_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict) -> str | None:
+def _arguments_reason(part: StepSource, input_ids: torch.Tensor, model_kwargs: dict) -> str | None:
     """Return the reason for an argument that our loops do not know, or None."""
     for name, value in model_kwargs.items():
         if name.startswith("output_") and value is not None and value is not False:  # it asks for more results
@@ -225,7 +225,7 @@ def _arguments_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: di
     return None
 
 
-def unknown_argument(part: ModelPart, model_kwargs: Mapping[str, Any]) -> str | None:
+def unknown_argument(part: StepSource, model_kwargs: Mapping[str, Any]) -> str | None:
     """Return the name of an argument of a forward that says more of the prompt than our loops know, or None.
 
     With some of these, forwards keep more than the text in a cache of transformers' own: BLIP's, whose decoder is given
@@ -240,7 +240,7 @@ def unknown_argument(part: ModelPart, model_kwargs: Mapping[str, Any]) -> str | 
     return None
 
 
-def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor) -> str | None:
+def _cache_reason(part: StepSource, cache: FastpathCache, input_ids: torch.Tensor) -> str | None:
     """Return the reason to leave a cache to stock code, or None.
 
     Stock code takes a cache that the user made for another model or without its windows, or changed layer by layer.
@@ -279,7 +279,7 @@ def _cache_reason(part: ModelPart, cache: FastpathCache, input_ids: torch.Tensor
     return None
 
 
-def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
+def _layout_reason(part: StepSource, input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     length = multimodal.prompt_shape(input_ids, model_kwargs)[1]
     if mask is not None:
@@ -289,7 +289,7 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
             return Cause("attention_mask", f"{what}, for {length} tokens and {past_len} in the cache")
         if mask.dim() != 2 or mask.device != input_ids.device or not is_left_padding(mask):
             return Cause("attention_mask", what)
-        if part.is_recorded and not bool(mask.all()) and (reason := why_no_padding(part)) is not None:
+        if (reason := part.padding_reason(mask)) is not None:
             return reason
     if position_ids is None:
         return Cause("position_ids", "None") if part.takes_positions and not part.has_encoder else None
@@ -301,19 +301,12 @@ def _layout_reason(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict,
     return None
 
 
-def _pad_token_reason(part: ModelPart, config: Any, batch: int) -> str | None:
+def _pad_token_reason(part: StepSource, config: Any, batch: int) -> str | None:
     """Return a reason if the pad token is no token of the model: rows that have ended are read on as pad tokens."""
     pad, known = config.pad_token_id, part.num_embeddings
     if batch == 1 or config.eos_token_id is None or not isinstance(pad, int) or 0 <= pad < known:
         return None
     return Cause("unsupported_input", f"pad_token_id={pad}, of {known} tokens")
-
-
-def why_no_padding(part: ModelPart) -> str | None:
-    """Return why a recorded step takes no rows that begin with padding, or None."""
-    if part.padding_reason is None and not part.takes_padding:
-        return Cause("attention_mask", "padding, which matters to more than attention, or not to it")
-    return part.padding_reason
 
 
 def is_left_padding(mask: torch.Tensor) -> bool:

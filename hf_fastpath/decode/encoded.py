@@ -12,7 +12,7 @@ import torch
 from .. import compat
 from ..ops.kv_cache import KV_TABLE_COLUMNS, KVCache
 from .program import Program
-from .structure import ModelPart
+from .source import StepSource
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Encoded:
 
 
 def seen(
-    part: ModelPart, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any], behind: dict[str, Any]
+    part: StepSource, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any], behind: dict[str, Any]
 ) -> Seen | None:
     """Return what of its encoder's output a model's decoder sees in a call of ``generate()``; None if it is more than
     one run of places.

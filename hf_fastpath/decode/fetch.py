@@ -23,7 +23,7 @@ from . import page_lock
 from .graph import random_numbers_in_turn
 from .named_calls import Register, by_name, tensors_in, with_tensors
 from .program import Program
-from .structure import ModelPart
+from .source import StepSource
 
 #: tensors of fewer bytes (norms, biases) and the ends of others stay on the GPU, and are copied at each ``generate()``:
 #: together they are small, and a copy of its own costs each of them microseconds
@@ -175,7 +175,7 @@ class Fetching(Program):
         torch.OutOfMemoryError: there is no memory for the largest layer.
     """
 
-    def __init__(self, part: ModelPart, values: list[Any] | None = None):
+    def __init__(self, part: StepSource, values: list[Any] | None = None):
         super().__init__(values)
         self._device = part.embedding.weight.device
         # a tensor may be read in halves, each of which begins at a multiple
@@ -284,12 +284,12 @@ class Fetching(Program):
         return [(target, each if each is inside else self._copy_of(each)) for target, each in parts if each.numel()]
 
 
-def host_bytes(part: ModelPart) -> int:
+def host_bytes(part: StepSource) -> int:
     """Return the bytes that a step copies from host memory."""
     return sum(each.nbytes for group in part.host_weights for each in group if _passes(each))
 
 
-def program_of(part: ModelPart, device: torch.device, values: list[Any] | None = None) -> Program:
+def program_of(part: StepSource, device: torch.device, values: list[Any] | None = None) -> Program:
     """Make an empty program for calls of a model on one device.
 
     Args:

@@ -85,6 +85,14 @@ class LayerPart(Part):
         mlp = self.mlp
         return self.attention.projections() + ([] if isinstance(mlp, MoEPart) else mlp.projections())
 
+    def projection_groups(self) -> list[list[nn.Module]]:
+        """Return the :meth:`projections`, those of one input together."""
+        *qkv, out = self.attention.projections()
+        if isinstance(self.mlp, MoEPart):
+            return [qkv, [out]]
+        *inputs, down = self.mlp.projections()
+        return [qkv, [out], inputs, [down]]
+
     def parts(self) -> list[Part]:
         return [*self.norms, self.attention, self.mlp]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .structure import ModelPart
+from .described import DescribedPart
 
 
 def rebuilt(model: nn.Module, local_of: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> nn.Module:
@@ -57,7 +57,7 @@ def owner_of(whole: nn.Module, local: nn.Module, module: nn.Module) -> nn.Module
 
 
 @dataclass(frozen=True)
-class LocalPart(ModelPart):
+class LocalPart(DescribedPart):
     """A local model in its roles.
 
     Attributes:

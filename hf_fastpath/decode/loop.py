@@ -37,8 +37,8 @@ from .multimodal import Behind
 from .patched import Patched
 from .plan import MAX_EOS_TOKENS, DecodePlan
 from .ranks import Ranks
+from .source import StepSource
 from .stand_in import StandIn
-from .structure import ModelPart
 
 #: number of tokens that the host may be ahead of the device: enough to hide the host's work, few enough to waste little
 #: when the text ends
@@ -158,7 +158,7 @@ class _Loop:
             return None
         return torch.cat(ends) if sum(end.numel() for end in ends) <= MAX_EOS_TOKENS else _TOO_MANY
 
-    def generate(self, part: ModelPart, model_kwargs: dict, behind: Behind) -> Any:
+    def generate(self, part: StepSource, model_kwargs: dict, behind: Behind) -> Any:
         text, given_cache = compat.text_arguments(model_kwargs), model_kwargs[compat.CACHE]
         cache = text[compat.CACHE]
         if cache.state_layers and not cache.is_dropped:

@@ -11,10 +11,10 @@ import torch
 from .. import compat
 from ..reasons import Cause
 from . import encoded
-from .structure import ModelPart
+from .source import StepSource
 
 
-def has_more_than_tokens(part: ModelPart, model_kwargs: dict) -> bool:
+def has_more_than_tokens(part: StepSource, model_kwargs: dict) -> bool:
     """Whether the prompt of a call may be more than its token ids."""
     return part.is_multimodal or part.has_encoder or model_kwargs.get("inputs_embeds") is not None
 
@@ -39,7 +39,7 @@ class Behind:
     seen: encoded.Seen | None = None
 
 
-def looked_at(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict) -> tuple[Cause | None, Behind]:
+def looked_at(part: StepSource, input_ids: torch.Tensor, model_kwargs: dict) -> tuple[Cause | None, Behind]:
     """Return why the tokens behind a prompt depend on more than themselves, their positions and the cache, or None; and
     what they are given.
 
@@ -62,7 +62,7 @@ def looked_at(part: ModelPart, input_ids: torch.Tensor, model_kwargs: dict) -> t
 
 
 def _reason_against(
-    part: ModelPart, given: dict[str, Any], axes: torch.Tensor | None, seen: encoded.Seen | None, batch: int
+    part: StepSource, given: dict[str, Any], axes: torch.Tensor | None, seen: encoded.Seen | None, batch: int
 ) -> Cause | None:
     if given.get(compat.CACHE) is None:
         return Cause("no_cache", f"{compat.name_of(type(part.module))} leaves the cache out behind so long a prompt")

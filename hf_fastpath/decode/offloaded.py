@@ -17,9 +17,10 @@ from torch import nn
 from .. import compat
 from ..architecture import Architecture
 from ..reasons import Cause
+from .described import DescribedPart, model_part
 from .local_models import LocalPart, copied, has_local, rebuilt
 from .modules import is_own_forward, weight_and_bias
-from .structure import ModelPart, model_part
+from .source import StepSource
 
 #: attributes that accelerate's hooks leave on a module
 _HOOKED = ("_hf_hook", "_old_forward")
@@ -75,7 +76,7 @@ class Waiting:
 
     @property
     def sources(self) -> list[tuple[int, int]]:
-        """See ``ModelPart.sources``."""
+        """See ``StepSource.sources``."""
         found = (compat.brought(module).values() for module, _ in self._brought)
         return [(id(each), each.data_ptr()) for values in found for each in values if each is not None]
 
@@ -142,7 +143,7 @@ class OffloadedPart(LocalPart):
         return self.lasting_reason() or in_whole(self, super().reason())
 
 
-def in_whole(part: Any, reason: str | None) -> str | None:
+def in_whole(part: StepSource, reason: str | None) -> str | None:
     """Return a reason with the module of the whole model in the place of one of its local model."""
     local = getattr(reason, "module", None)
     if local is None or not any(each is local for each in part.module.modules()):
@@ -161,7 +162,7 @@ class Described:
         """Name of the transformers module that defines the architecture's classes."""
         return self.architecture.module
 
-    def model_part(self, model: nn.Module) -> ModelPart | None:
+    def model_part(self, model: nn.Module) -> DescribedPart | None:
         """Return ``model`` in its roles as it is now, or None if it is not exactly of this architecture."""
         part = model_part(self.architecture, model)
         if part is None or not any(map(compat.brought, model.modules())):

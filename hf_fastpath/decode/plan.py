@@ -7,7 +7,6 @@ model's own parameters, so changed values take effect; if a parameter was moved 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ..cache.fastpath_cache import FastpathCache
 from ..compat import below_autograd
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache, is_quantized
-from . import steps
 from .angles import AngleTables
 from .composed import READING_BUFFERS
 from .encoded import Encoded, EncodedMemory
@@ -28,8 +26,8 @@ from .named_calls import Register, Step
 from .plan_memory import PlanMemory, like
 from .positions import Positions
 from .rank_calls import COLLECTIVES
+from .source import StepInputs, StepSource
 from .stages import Stages
-from .structure import ModelPart
 
 _aten = torch.ops.aten
 
@@ -65,7 +63,7 @@ class DecodePlan:
 
     def __init__(
         self,
-        part: ModelPart,
+        part: StepSource,
         batch: int,
         kv_dtype: torch.dtype | None,
         sampled: bool = False,
@@ -118,7 +116,7 @@ class DecodePlan:
             #: whether a call reads the cache where it is bound, instead of through a ``kv_table``
             self._reads_buffers = any(call.op in READING_BUFFERS for call in self.program.calls)
 
-    def _record(self, part: ModelPart) -> Register:
+    def _record(self, part: StepSource) -> Register:
         """Record the token step; return the register of the logits [batch, vocab_size]."""
         emit = self.program.emit
         if self.sampled:  # the noise comes first, so that the kernels after the layers stay side by side and overlap
@@ -155,35 +153,24 @@ class DecodePlan:
             names += ["k_scales", "v_scales"]
         return KVCache(**{name: self.program.register() for name in names})
 
-    def _record_forward(self, part: ModelPart) -> tuple[Register, Step]:
+    def _record_forward(self, part: StepSource) -> tuple[Register, Step]:
         """Record the model's forward.
 
         Returns:
             The register of the logits [batch, query_len, vocab_size], and what passes are told of the step.
         """
-        step, emit = self._made_for(part.rows), self.program.emit
-        registers = {} if self._angles is None else self._angles.registers
-        tables = [table for pair in registers.values() for table in pair]
-        rows: list[Register] = []
-        to = Lower(emit, step.rows, beside=True, early=step.programmatic_launch, device=self.device)
-        if not part.is_recorded:
-            hidden, rows = steps.step_inputs(to, part, self.tokens, self.positions, tables)
-        angles = dict(zip(registers, zip(rows[::2], rows[1::2])))
+        step = self._made_for(part.rows)
+        to = Lower(self.program.emit, step.rows, beside=True, early=step.programmatic_launch, device=self.device)
         lens, starts = self.program.shared(self.seq_lens), self.program.shared(self.starts, is_constant=True)
         at = {}
         for device, own in self.memory.items():
             fixed = own.kv_tables, own.workspace, own.staging, self.kv_dtype
             encoded = None if self._encoded is None else self._encoded.on(device)
-            at[device] = Positions(angles, lens, starts, *fixed, encoded)
-        if part.is_recorded:
-            biases = [memory for _, memory in self._biases]
-            given = self.inputs, self.positions, self._caches, self.states, biases
-            return part.record(self.program, to, *given, at), step
-        for index, (layer, device) in enumerate(zip(part.layers, part.layer_devices)):
-            self.program.move_to(device)
-            there = replace(to, device=device)
-            hidden = steps.decoder_layer(there, layer, hidden, self._caches[index], at[device], index)
-        return steps.placed_logits(self.program, to, part, hidden), step
+            at[device] = Positions({}, lens, starts, *fixed, encoded)
+        tables = {} if self._angles is None else self._angles.registers
+        biases = [memory for _, memory in self._biases]
+        given = StepInputs(self.inputs, self.positions, tables, self._caches, self.states, biases, at)
+        return part.record(self.program, to, given), step
 
     def _made_for(self, of_sequence: int) -> Step:
         """Return the circumstances of the plan's calls, which decide what passes make of the calls."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .plan import DecodePlan
+from .source import StepSource
 
 
 class PlanByLength:
@@ -21,7 +22,9 @@ class PlanByLength:
         make: takes or makes the plan of a part.
     """
 
-    def __init__(self, part: Any, fingerprint: tuple, batch: int, length: int, make: Callable[[Any], DecodePlan]):
+    def __init__(
+        self, part: StepSource, fingerprint: tuple, batch: int, length: int, make: Callable[[Any], DecodePlan]
+    ):
         self.fingerprint, self.batch = fingerprint, batch
         self._first, self._make = part, make
         self._encoded: int | None = None
@@ -31,7 +34,7 @@ class PlanByLength:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plan, name)
 
-    def _part_for(self, length: int) -> Any:
+    def _part_for(self, length: int) -> StepSource:
         return self._first.by_length.part_for(length, self._encoded, self.batch)
 
     def begin(
@@ -45,7 +48,7 @@ class PlanByLength:
             self._take(part)
         self._plan.begin(cache, positions, starts, unfinished, *others, **named)
 
-    def _take(self, part: Any) -> None:
+    def _take(self, part: StepSource) -> None:
         """Let the plan of a part take the place of the plan in hand."""
         old, self._part, self._plan = self._plan, part, self._make(part)
         old.end()

@@ -12,11 +12,11 @@ from torch import nn
 
 from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
-from . import structure
 from .draft_plan import WIDTHS, DraftPlan
 from .plan import DecodePlan
 from .plan_by_length import PlanByLength
 from .snapshot import Snapshot, walk_of
+from .source import StepSource
 
 #: decode plans kept for one model; they differ in batch size, KV type and the way to choose tokens
 MAX_PLANS = 4
@@ -37,7 +37,7 @@ class Family(Protocol):
     def module(self) -> str:
         """Name of the transformers module that defines the model's class."""
 
-    def model_part(self, model: nn.Module) -> Any:
+    def model_part(self, model: nn.Module) -> StepSource | None:
         """Return ``model`` in its roles as it is now, or None if it does not belong to the family."""
 
 
@@ -61,12 +61,12 @@ class PlanCache:
     def __init__(self) -> None:
         self.family: Family | None = None
         self.snapshot: Snapshot | None = None
-        self._declined: tuple[structure.ModelPart, str] | None = None
+        self._declined: tuple[StepSource, str] | None = None
         self._looked_at: Snapshot | None = None  # of a recorded model that nobody has asked for a reason
         self._waiting: list[DecodePlan] = []
         self._kept: list[Snapshot] = []  # of recorded models, the last used one first
         self._misses = 0  # recordings that were made one after the other, with no call in between that one served
-        self._call: tuple[Any, structure.ModelPart | None] | None = None  # see part_in_call()
+        self._call: tuple[Any, StepSource | None] | None = None  # see part_in_call()
         self.forget_other_threads()
 
     def forget_other_threads(self) -> None:
@@ -107,35 +107,31 @@ class PlanCache:
 
     # ---- plans ------------------------------------------------------------------------------------------------
 
-    def decode_plan(
-        self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False
-    ) -> DecodePlan:
+    def decode_plan(self, part: StepSource, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
         """Take a decode plan for this model, batch and cache; it is the caller's until the caller ends it.
 
         A plan is made if other calls use those that fit, or the model's parameters have moved since.
         """
-        if part.is_recorded and part.by_length.is_bounded(batch):
+        if part.by_length.is_bounded(batch):
             make = lambda each: self.plan_of(each, batch, cache, sampled)  # noqa: E731
             return PlanByLength(part, self.fingerprint_of(part), batch, cache.get_seq_length(), make)
         return self.plan_of(part, batch, cache, sampled)
 
-    def plan_of(self, part: structure.ModelPart, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
+    def plan_of(self, part: StepSource, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
         """Do as :meth:`decode_plan`, for the lengths of the text that ``part`` serves."""
         cache.take()
         key = batch, cache.stored_dtype, sampled, cache.page_sizes
         fits = lambda plan: (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, DecodePlan, fits, lambda: DecodePlan(part, *key))
 
-    def draft_plan(self, part: structure.ModelPart, cache: FastpathCache, width: int) -> DraftPlan:
+    def draft_plan(self, part: StepSource, cache: FastpathCache, width: int) -> DraftPlan:
         """Do as :meth:`decode_plan` for drafts of one sequence; ``width`` is one of ``draft_plan.WIDTHS``."""
         cache.take()
         key = cache.stored_dtype, width, cache.page_sizes
         fits = lambda plan: (plan.kv_dtype, plan.query_len, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, DraftPlan, fits, lambda: DraftPlan(part, *key))
 
-    def _taken(
-        self, part: structure.ModelPart, kind: type[Plan], fits: Callable[[Any], bool], make: Callable[[], Plan]
-    ) -> Plan:
+    def _taken(self, part: StepSource, kind: type[Plan], fits: Callable[[Any], bool], make: Callable[[], Plan]) -> Plan:
         """Take or make a plan of a kind; waiting plans whose model has changed are dropped."""
         fingerprint = self.fingerprint_of(part)
         with self.lock:
@@ -163,7 +159,7 @@ class PlanCache:
 
     # ---- the model as it is now -------------------------------------------------------------------------------
 
-    def part_of(self, model: nn.Module) -> structure.ModelPart | None:
+    def part_of(self, model: nn.Module) -> StepSource | None:
         """Return ``model`` in its roles as it is now, or None if it is of no family."""
         last = self.snapshot
         for snapshot in (last, self._looked_at):
@@ -178,14 +174,14 @@ class PlanCache:
         made = self.family.model_part(model)
         found = None if made is None else self._kept_like(made, last)
         if found is None:
-            if made is not None and made.is_recorded:  # else calls that ask for no reason record it anew each time
+            if made is not None and made.held is not None:  # else calls that ask for no reason record it each time
                 self._looked_at = Snapshot(made, made.held)
             return made
         self._misses, self.snapshot = 0, found
         found.part.look_again()
         return found.part
 
-    def part_in_call(self, model: nn.Module, call: Any, is_last: bool = False) -> structure.ModelPart | None:
+    def part_in_call(self, model: nn.Module, call: Any, is_last: bool = False) -> StepSource | None:
         """Do as :meth:`part_of`, which looks at the model once in a call of ``generate()``.
 
         Args:
@@ -198,7 +194,7 @@ class PlanCache:
             self._call = call, part
         return part
 
-    def _kept_like(self, made: structure.ModelPart, last: Snapshot | None) -> Snapshot | None:
+    def _kept_like(self, made: StepSource, last: Snapshot | None) -> Snapshot | None:
         """Return what is known of a model whose values are those that ``made`` has just found, or None.
 
         Args:
@@ -210,67 +206,70 @@ class PlanCache:
             return None
         walk = walk_of(made) if made.held is None else made.held
         for snapshot in kept:
-            is_alike = snapshot.part.source is made.source and snapshot.part.is_recorded == made.is_recorded
+            is_alike = snapshot.part.source is made.source and type(snapshot.part) is type(made)
             if is_alike and not snapshot.what_differs(walk):
                 snapshot.renew(walk)
                 with self.lock:
-                    self._kept = [each for each in self._kept if each is not snapshot]
-                    if snapshot.part.is_recorded:
-                        self._kept.insert(0, snapshot)
+                    if self._kept:
+                        self._kept = [snapshot, *(each for each in self._kept if each is not snapshot)]
                 return snapshot
         return None
 
-    def reason_of(self, part: structure.ModelPart) -> str | None:
+    def reason_of(self, part: StepSource) -> str | None:
         """Return ``part.reason()`` for a part of the model as it is now. Without a reason or if it is recorded,
         :meth:`part_of` gives the same part as long as the model stays so."""
         if (snapshot := self._snapshot_with(part)) is not None:
             return snapshot.reason
-        is_changing = part.is_recorded and self._misses >= MAX_RECORDINGS
+        is_changing = part.takes_long and self._misses >= MAX_RECORDINGS
         reason = self._changing(part) if is_changing else part.reason()
         self._declined = None if reason is None else (part, reason)
         if is_changing or part.is_passing:
             self._looked_at = None
             return reason
-        if reason is None or part.is_recorded:
+        if reason is None or part.takes_long:
             looked = self._looked_at
             made = looked if looked is not None and looked.part is part else Snapshot(part)
             made.reason = reason
             with self.lock:
-                if part.is_recorded:  # of weights that are gone nothing is kept
-                    kept = [each for each in self._kept if each.part.source is part.source]
-                    self._kept = [made, *(each for each in kept if each.tensors <= made.tensors)][:MAX_RECORDINGS]
+                if part.takes_long:
+                    self._keep(made)
                 self._drop_plans(made.fingerprint)
             self.snapshot = made
             self._misses += 1
         return reason
 
-    def _changing(self, part: structure.ModelPart) -> Cause:
+    def _keep(self, snapshot: Snapshot) -> None:
+        """Put a snapshot in front of those that are kept; of weights that are gone nothing is kept."""
+        kept = [each for each in self._kept if each.part.source is snapshot.part.source]
+        self._kept = [snapshot, *(each for each in kept if each.tensors <= snapshot.tensors)][:MAX_RECORDINGS]
+
+    def _changing(self, part: StepSource) -> Cause:
         """Return a reason for a model whose Python values are others in every call."""
         found = self._kept[0].what_differs(walk_of(part)) if self._kept else []
         return Cause("changing_values", ", ".join(found[:3]), part.source)
 
-    def known_reason_of(self, part: structure.ModelPart) -> str | None:
-        """Do as :meth:`reason_of`, but of a recorded model return only what has been found before: nothing is recorded
-        for a call that stock code makes in any case."""
-        if not part.is_recorded:
+    def known_reason_of(self, part: StepSource) -> str | None:
+        """Do as :meth:`reason_of`, but if that takes long, return only what has been found before, as for a call that
+        stock code makes in any case."""
+        if not part.takes_long:
             return self.reason_of(part)
         declined = self._declined  # another thread may replace it at any time
         return declined[1] if declined is not None and declined[0] is part else None
 
-    def _snapshot_with(self, part: structure.ModelPart) -> Snapshot | None:
+    def _snapshot_with(self, part: StepSource) -> Snapshot | None:
         snapshot = self.snapshot  # another thread may replace it at any time
         return snapshot if snapshot is not None and snapshot.part is part else None
 
-    def snapshot_of(self, part: structure.ModelPart) -> Snapshot:
+    def snapshot_of(self, part: StepSource) -> Snapshot:
         """Return the model as it is now, for a part without a reason that :meth:`part_of` has just given."""
         return self._snapshot_with(part) or Snapshot(part)
 
-    def fingerprint_of(self, part: structure.ModelPart) -> tuple:
-        """Return ``structure.fingerprint(part)`` for a part that :meth:`part_of` has just given."""
+    def fingerprint_of(self, part: StepSource) -> tuple:
+        """Return ``part.fingerprint()`` for a part that :meth:`part_of` has just given."""
         snapshot = self._snapshot_with(part)
         return part.fingerprint() if snapshot is None else snapshot.fingerprint
 
-    def prompt_programs_of(self, part: structure.ModelPart) -> dict[tuple, Any]:
+    def prompt_programs_of(self, part: StepSource) -> dict[tuple, Any]:
         """Return the programs for ``prompt.read``, for a part that :meth:`part_of` has just given."""
         snapshot = self._snapshot_with(part)
         return {} if snapshot is None else snapshot.prompt_programs

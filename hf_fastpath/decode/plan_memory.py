@@ -11,7 +11,7 @@ from ..compat import LayerKind
 from ..ops.decode_attention import workspace_bytes
 from ..ops.kv_cache import is_quantized, table_columns
 from .positions import Staging
-from .structure import ModelPart
+from .source import StepSource
 
 
 @dataclass
@@ -32,7 +32,7 @@ class PlanMemory:
     @classmethod
     def of(
         cls,
-        part: ModelPart,
+        part: StepSource,
         device: torch.device,
         batch: int,
         query_len: int,

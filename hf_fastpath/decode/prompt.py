@@ -21,14 +21,14 @@ from ..ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS
 from ..ops.kv_cache import KVCache
 from . import multimodal, steps
 from .angles import angles_at
-from .attend import Attention, has_tensor_cores
+from .attend import Attention
 from .calls import position_ids_of
 from .draft_plan import DraftPlan, DraftReader
 from .fetch import program_of
 from .lower import Lower
-from .parts import MoEPart
 from .plan_cache import PlanCache
 from .positions import Positions
+from .source import StepSource
 from .structure import ModelPart
 
 _aten = torch.ops.aten
@@ -79,25 +79,10 @@ def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
     return not cache.get_seq_length() or all(layer.batch_size == batch for layer in cache.key_layers)
 
 
-def is_readable(part: ModelPart, cache: FastpathCache, prompt: Prompt) -> bool:
-    """Whether :func:`read` can take the prompt; else stock code has to.
-
-    :func:`read` cannot take it if attention is more than softmax and no kernel does that, if a window ends inside the
-    prompt, if MLPs are mixtures, or if layers are on several devices.
-    """
-    if part.is_recorded or len(part.devices) > 1 or not _continues(cache, prompt):
-        return False
+def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt) -> bool:
+    """Whether :func:`read` can take the prompt; else stock code has to."""
     length = cache.get_seq_length() + prompt.tokens.shape[1]
-    for layer in part.layers:
-        attention = layer.attention
-        if isinstance(layer.mlp, MoEPart):
-            return False
-        if attention.softcap or attention.sinks is not None:
-            if not has_tensor_cores(prompt.tokens.device, part.embedding.weight.dtype, attention.head_dim):
-                return False
-        if attention.window is not None and length > attention.window:
-            return False
-    return True
+    return part.reads_prompt(prompt.tokens.device, length) and _continues(cache, prompt)
 
 
 class PromptProgram:
@@ -208,7 +193,7 @@ def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[t
 
 
 def read_turn(
-    part: ModelPart, cache: FastpathCache, prompt: Prompt, plan_of: Callable[[int], DraftPlan]
+    part: StepSource, cache: FastpathCache, prompt: Prompt, plan_of: Callable[[int], DraftPlan]
 ) -> torch.Tensor | None:
     """Do as :func:`read` for a few tokens of one sequence behind others, which a plan reads as it reads drafts.
 
@@ -240,7 +225,7 @@ def read_turn(
 def read_text(
     plans: PlanCache,
     model: Any,
-    part: ModelPart,
+    part: StepSource,
     ids: torch.Tensor,
     config: Any,
     model_kwargs: dict,
@@ -277,7 +262,7 @@ def read_text(
 def _read_rows(
     plans: PlanCache,
     model: Any,
-    part: ModelPart,
+    part: StepSource,
     ids: torch.Tensor,
     config: Any,
     model_kwargs: dict,

@@ -18,12 +18,12 @@ from .. import compat
 from ..architecture import Architecture
 from ..compat import ShardStyle
 from ..reasons import Cause
+from .described import model_part
 from .local_models import LocalPart, copied, has_local, rebuilt
 from .modules import is_packed
 from .parts import MoEPart
 from .rank_calls import SHARD_KEY, Shard, shard_of, style_of
 from .ranks import Ranks
-from .structure import model_part
 
 #: styles of a mixture's experts
 EXPERT_STYLES = (ShardStyle.EXPERTS, ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS)

@@ -12,15 +12,15 @@ from functools import cached_property, partial
 from typing import Any
 
 from .. import compat
-from . import structure
 from .fingerprint import angle_facts
 from .python_state import Walk
+from .source import StepSource
 from .watch import Watch
 
 _ABSENT = object()
 
 
-def _facts_of(part: structure.ModelPart) -> tuple:
+def _facts_of(part: StepSource) -> tuple:
     """Return what the angles of positions depend on, and what stands behind parameters on "meta"."""
     try:
         rotary = part.rotary
@@ -29,7 +29,7 @@ def _facts_of(part: structure.ModelPart) -> tuple:
     return (None if rotary is None else angle_facts(rotary), *part.sources)
 
 
-def walk_of(part: structure.ModelPart) -> Walk:
+def walk_of(part: StepSource) -> Walk:
     """Go through all that a step of a model depends on."""
     model = part.source
     device = next((each.device.type for each in model.parameters() if not each.is_meta), "cpu")
@@ -38,7 +38,7 @@ def walk_of(part: structure.ModelPart) -> Walk:
     walk.classes()
     configs = walk.configs()
     walk.identities("functions of the configuration", lambda: compat.functions_of_configs(configs))
-    if not part.is_recorded:
+    if part.code is None:
         space = vars(sys.modules[part.architecture.module])
         walk.namespaces.append(space)
         walk.values |= {f"{part.architecture.module}.{name}": ("is", id(value)) for name, value in space.items()}
@@ -53,7 +53,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 class Snapshot:
-    """What :meth:`ModelPart.reason` and :func:`fingerprint.fingerprint` depend on, as it was at one time.
+    """What :meth:`StepSource.reason` and :func:`fingerprint.fingerprint` depend on, as it was at one time.
 
     Everything that a module holds is known by its identity and, where Python can change it in place, by its value, so
     that a replaced module, parameter, hook, method, class or setting is noticed, and an entry of a list that is another
@@ -70,7 +70,7 @@ class Snapshot:
         prompt_programs: the programs that ``prompt.read`` keeps while the model is as it was.
     """
 
-    def __init__(self, part: structure.ModelPart, walk: Walk | None = None):
+    def __init__(self, part: StepSource, walk: Walk | None = None):
         self.part = part
         self.reason: str | None = None
         self.prompt_programs: dict[tuple, Any] = {}

@@ -14,7 +14,7 @@ from ..reasons import Cause
 from .fetch import KeptCopies, program_of
 from .named_calls import Register, Step, by_name
 from .program import Program
-from .structure import ModelPart
+from .source import StepSource
 
 #: bytes to a multiple of which values begin in memory
 _ALIGNMENT = 256
@@ -83,7 +83,7 @@ class Stages(Program):
         device: where the first calls run.
     """
 
-    def __init__(self, part: ModelPart, device: torch.device):
+    def __init__(self, part: StepSource, device: torch.device):
         super().__init__()
         self._part = part
         self._stages: list[_Stage] = []

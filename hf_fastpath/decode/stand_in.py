@@ -12,11 +12,12 @@ from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..reasons import Cause
 from .calls import Watch, next_positions_of, runs_users_code, settling
-from .eligibility import INDEX_DTYPES, is_left_padding, text_of, why_no_padding
+from .eligibility import INDEX_DTYPES, is_left_padding, text_of
 from .encoded import Encoded
 from .multimodal import Behind
 from .patched import Patched
 from .plan import DecodePlan
+from .source import StepSource
 
 _OF_A_TOKEN = ("input_ids", "attention_mask", "position_ids")
 #: arguments of a forward that say no more of a token
@@ -42,7 +43,7 @@ class StandIn:
     def __init__(
         self,
         state: Patched,
-        part: Any,
+        part: StepSource,
         behind: Behind,
         ids: torch.Tensor,
         loop: dict,
@@ -163,7 +164,7 @@ class StandIn:
         such as tokens that PEFT has learned. Return False if that is nowhere a plan can begin."""
         part, self._held = self._part, cache.get_seq_length() if cache.key_layers else self._end_of_prompt
         if self._held != self._end_of_prompt:
-            if part.computed_positions is not None or (part.is_recorded and part.by_length.is_bounded(self._batch)):
+            if part.computed_positions is not None or part.by_length.is_bounded(self._batch):
                 return False
             if not part.takes_positions:
                 self._positions = torch.full_like(self._positions, self._held)
@@ -173,8 +174,7 @@ class StandIn:
             self._starts = (mask == 0).sum(1)
         else:
             return False
-        is_padded = part.is_recorded and self._starts is not None and bool(self._starts.any())
-        if is_padded and why_no_padding(part) is not None:
+        if mask is not None and part.padding_reason(mask) is not None:
             return False
         if part.takes_positions and (positions is None or bool((positions == self._held).all())):
             self._positions = torch.full_like(self._positions, self._held)  # as forwards count by themselves

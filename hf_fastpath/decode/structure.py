@@ -9,25 +9,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..architecture import Architecture
-from ..compat import LayerKind, entry_of, has_static_rope, layer_windows
+from ..compat import entry_of, has_static_rope
 from ..native import loader
-from ..ops.gemv import MAX_ROWS
-from ..options import MAX_BATCH
 from ..reasons import Cause, class_name
 from ..registry import PLAIN_TENSORS
 from .attention_part import AttentionPart
-from .fingerprint import fingerprint
 from .layer_part import LayerPart
 from .modules import (
     device_of,
     dropout_reason,
-    found_at,
     model_code_reason,
     number,
     odd_module,
@@ -36,8 +32,8 @@ from .modules import (
     weight_and_bias,
 )
 from .numbers import reason_of_model
-from .parts import MoEPart, NormPart, Part
-from .ranks import Ranks
+from .parts import NormPart, Part
+from .source import WholeModel
 
 
 class DecoderPart(Part):
@@ -54,114 +50,19 @@ class DecoderPart(Part):
 
 
 @dataclass(frozen=True)
-class ModelPart(Part):
-    """A causal LM as it is now, with all that a decode plan needs of it.
+class ModelPart(Part, WholeModel):
+    """A causal LM as it is now, in the roles of its architecture.
 
     Attributes:
         windows: sliding window of each layer, None for full attention.
     """
 
     windows: tuple[int | None, ...]
-    #: False: :mod:`.steps` writes the step down; True: the step is recorded from the model's own forward
-    is_recorded: ClassVar[bool] = False
-    #: its forward takes position ids
-    takes_positions: ClassVar[bool] = True
-    #: of what is generated at a position: one token, or so many (codebooks of sound)
-    token_shape: ClassVar[tuple[int, ...]] = ()
-    #: products of a step are given so many rows of a sequence
-    rows: ClassVar[int] = 1
-    #: it reads images or sound as well
-    is_multimodal: ClassVar[bool] = False
-    #: its decoder attends to what an encoder has read
-    has_encoder: ClassVar[bool] = False
-
-    #: code that ran when the step was recorded, and a walk through the Python values of that time: of recorded models
-    code: ClassVar[Any] = None
-    held: ClassVar[Any] = None
-    is_passing: ClassVar[bool] = False
-
-    def look_again(self) -> None:
-        """Note that time has gone by: nothing is kept that would be of the past."""
-
-    @property
-    def source(self) -> nn.Module:
-        """The model that was given to ``patch()``."""
-        return self.module
-
-    def owner(self, module: nn.Module) -> nn.Module:
-        """Return the module of :attr:`source` that a module of :attr:`module` stands for."""
-        return module
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """The processes over which the model is spread, or None if this one has all of it."""
-        return None
-
-    @property
-    def host_weights(self) -> list[list[torch.Tensor]]:
-        """Of each layer, and of final norm and head, the tensors in host memory that a step has to bring to a GPU."""
-        return []
-
-    @property
-    def sources(self) -> list[tuple[int, int]]:
-        """Identities and addresses of tensors that the model's parameters stand for and that are no parameters."""
-        return []
-
-    def lasting_reason(self) -> str | None:
-        """Return why no later call can use a decode plan of the model either, or None."""
-        return None
-
-    def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """Return where calls of a step read a tensor."""
-        return tensor.device
-
-    def shape_reason(self, batch: int, query_len: int) -> str | None:
-        """Return None: a described step takes any number of sequences and tokens that kernels take."""
-        return None
-
-    def length_bounds(self, end: int) -> list[int]:
-        """Return no length of the text, below ``end``, from which on the step is another one."""
-        return []
-
-    def drafts_reason(self, first: int, end: int) -> str | None:
-        """Return None: a described step of several tokens is that of any length."""
-        return None
-
-    def proof_reason(self, plans: Any, batch: int) -> str | None:
-        """Return None: nothing about a described step has to be proven."""
-        return None
-
-    def reason_of_ranks(self, plans: Any, batch: int) -> str | None:
-        """Return None: nothing about what ranks put together in a described step has to be proven."""
-        return None
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer of the cache holds."""
-        return tuple(LayerKind(window=window) for window in self.windows)
-
-    @property
-    def config_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer that the config tells of holds; nothing is recorded for it."""
-        return self.kinds
 
     @property
     def attentions(self) -> list[AttentionPart]:
         """Of each layer."""
         return [layer.attention for layer in self.layers]
-
-    @property
-    def query_heads(self) -> set[tuple[int, int]]:
-        """Number of query heads and elements of a head, of every attention."""
-        return {(attention.num_heads, attention.head_dim) for attention in self.attentions}
-
-    def states(self, batch: int) -> list[list[torch.Tensor]]:
-        """Return nothing: layers hold keys and values alone."""
-        return []
-
-    def biases(self, batch: int) -> list[Any]:
-        """Return nothing: no layer adds biases to its scores."""
-        return []
 
     @property
     def vocab_size(self) -> int:
@@ -172,15 +73,6 @@ class ModelPart(Part):
     def num_embeddings(self) -> int:
         """Number of tokens that the model has embeddings of."""
         return len(self.embedding.weight)
-
-    def fingerprint(self) -> tuple:
-        """Return what a decode plan records of the model."""
-        return fingerprint(self)
-
-    @property
-    def max_batch(self) -> int:
-        """Sequences that a decode plan takes at most."""
-        return MAX_ROWS if any(isinstance(layer.mlp, MoEPart) for layer in self.layers) else MAX_BATCH
 
     @property
     def decoder(self) -> nn.Module:
@@ -213,18 +105,6 @@ class ModelPart(Part):
     @property
     def position_offset(self) -> int:
         return int(number(self.position_embedding, self.architecture.position_offset, default=0))
-
-    @property
-    def computed_positions(self) -> int | None:
-        """None: angles are computed for any position."""
-        return None
-
-    @property
-    def learned_positions(self) -> tuple[int, int] | None:
-        """How many positions the model has learned, and the row of the first of them; None if it turns queries and keys
-        by any."""
-        learned, offset = self.position_embedding, self.position_offset
-        return None if learned is None else (learned.weight.shape[0] - offset, offset)
 
     @property
     def rotary(self) -> nn.Module | None:
@@ -378,18 +258,6 @@ class ModelPart(Part):
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         return next((name for name, each in self.module.named_parameters() if each is parameter), "a weight")
-
-
-def model_part(architecture: Architecture, model: nn.Module) -> ModelPart | None:
-    """Return a causal LM of ``architecture``, or None if ``model`` is not exactly one."""
-    cls = type(model)
-    if (cls.__module__, cls.__name__) != (architecture.module, architecture.causal_lm):
-        return None
-    if (windows := layer_windows(model.config)) is None:
-        return None
-    # a config that was edited since the model was made may tell of more layers, which the model's own code leaves out
-    found = getattr(found_at(model, architecture.base), architecture.layers, windows)
-    return ModelPart(architecture, model, tuple(windows[: len(found)]))
 
 
 def full_angles(architecture: Architecture, table: torch.Tensor) -> torch.Tensor:

@@ -7,25 +7,26 @@ from typing import Any
 
 from torch import nn
 
-from .. import compat, structural, switches
+from .. import compat, structural
 from ..architecture import PARTS, Architecture, architectures
-from ..decode import parts, structure
+from ..decode import parts
 from ..decode.attention_part import AttentionPart
 from ..decode.layer_part import LayerPart
 from ..decode.plan_cache import Family
 from ..decode.ranks import Ranks
-from ..decode.shards import Sharded, ShardedPart
+from ..decode.shards import ShardedPart
+from ..decode.source import StepSource
+from ..decode.structure import DecoderPart
 from ..native import loader
 from ..options import Options
 from ..reasons import Cause, named
+from ..recording.family import Recorded
 from ..recording.placed_part import RecordedAlone
 from ..recording.spread_part import RecordedOverRanks
 from ..replacing import quantizing
-from .families import OF_FILES, DescribedOrRecorded
+from . import families
+from .families import OF_FILES
 from .plan import Binding, Declined, PatchPlan
-
-#: environment variable; if it is switched on, whole models are recorded even if an architecture file describes them
-RECORD = "HF_FASTPATH_RECORD"
 
 
 def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -> PatchPlan:
@@ -45,27 +46,24 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
     if not (compat.is_multimodal(model) or compat.has_encoder(model)):  # else the step is recorded in any case
         reason = reason or _partial_reason([each for each in declined if each.reason not in OF_FILES])
     family: Family | None = None
-    whole: structure.ModelPart | None = None
+    whole: StepSource | None = None
     if reason is None:
         family = _family(model, known)
         whole = None if family is None else family.model_part(model)
-        if whole is not None and whole.is_recorded and (function := compat.replaced_function(model)) is not None:
-            reason = Cause("replaced_function", function)  # the recording, and the twin, would be of that function
+        reason = None if whole is None else whole.making_reason()
         reason = reason or _whole_reason(model, whole)
-        if isinstance(family, DescribedOrRecorded):
-            if whole is not None and whole.is_recorded:
-                declined = [] if reason is None else declined
-                if reason in OF_FILES:
-                    reason = _partial_reason(declined) or (reason if reason in _LASTING else None)
-        elif whole is not None and whole.is_recorded and reason is not None:
+        if whole is not None and whole.reason_of_file is not None:
+            declined = [] if reason is None else declined
+            if reason in OF_FILES:
+                reason = _partial_reason(declined) or (reason if reason in _LASTING else None)
+        elif isinstance(family, Recorded) and reason is not None:
             family = whole = None
-        elif whole is not None and whole.is_recorded:  # stock code reads its prompts, and the loop all else
+        elif isinstance(family, Recorded):  # stock code reads its prompts, and the loop all else
             architecture, bindings, declined = None, [], []
-    if whole is not None and reason is None and not whole.is_recorded:
+    if whole is not None and reason is None:
         # a plan brings the weights of these modules
         declined = [each for each in declined if each.reason != "offloaded"]
-        head = parts.HeadPart(whole.architecture, whole.owner(whole.head))
-        if _lasting_reason(head) is None:
+        if (head := whole.head_part) is not None and _lasting_reason(head) is None:
             bindings.append(Binding("head", head))
     replacements, refusal = _quantized(model, whole, options, reason)
     return PatchPlan(
@@ -85,7 +83,7 @@ def analyse(model: nn.Module, options: Options, no_kernels: str | None = None) -
 
 
 def _quantized(
-    model: nn.Module, whole: structure.ModelPart | None, options: Options, reason: str | None = None
+    model: nn.Module, whole: StepSource | None, options: Options, reason: str | None = None
 ) -> tuple[tuple[quantizing.Replacement, ...], str | None]:
     """Return the layers to quantize as the options ask for, and why none can be."""
     if options.weights is None:
@@ -101,16 +99,16 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
     """
     ranks = Ranks(compat.rank_group(model))
     reason = _loop_disabled(options) or (None if no_kernels is None else Cause(no_kernels, module=model))
-    families: list[Family] = [] if switches.is_on(RECORD) else [Sharded(each, ranks) for each in architectures()]
+    known = families.of_files(model, architectures(), ranks)
     if compat.can_generate(model):
-        families.append(RecordedOverRanks(model, ranks))
-    found = ((each, each.model_part(model)) for each in families)
+        known.append(RecordedOverRanks(model, ranks))
+    found = ((each, each.model_part(model)) for each in known)
     family, whole = next((pair for pair in found if pair[1] is not None), (None, None))
     reason = reason or _whole_reason(model, whole)
     if isinstance(whole, ShardedPart) and reason is None:
         reason = whole.spread_reason() or _lasting_reason(whole)
     reason = ranks.agreed(reason)
-    if whole is not None and whole.is_recorded and reason is not None:
+    if isinstance(family, Recorded) and reason is not None:
         family = whole = None
     replacements, refusal = _quantized(model, whole, options, reason)
     return PatchPlan(
@@ -151,7 +149,7 @@ def _modules(
         architecture, kind = next((pair for pair in found if pair[1] is not None), (None, None))
         if architecture is None or kind is None:
             if (holder := next((each for each in known if each.holds_layers(module)), None)) is not None:
-                bindings.append(Binding("decoder", structure.DecoderPart(holder, module)))
+                bindings.append(Binding("decoder", DecoderPart(holder, module)))
             return
         if last is None or architecture.name != last.name:
             architecture.check_classes()
@@ -227,14 +225,13 @@ def _partial_reason(declined: list[Declined]) -> str | None:
 
 def _family(model: nn.Module, known: tuple[Architecture, ...]) -> Family | None:
     """Return the family of a whole model: its architecture, or the recorder; None if it decodes no text."""
-    described = next((each for each in known if structure.model_part(each, model) is not None), None)
-    if described is not None and not switches.is_on(RECORD):
-        return DescribedOrRecorded(described, model)
+    if described := families.of_files(model, known, None):
+        return described[0]
     is_known = compat.is_multimodal(model) or compat.has_encoder(model) or compat.is_decoder_alone(model)
     return RecordedAlone(model) if is_known else None
 
 
-def _whole_reason(model: nn.Module, whole: structure.ModelPart | None) -> str | None:
+def _whole_reason(model: nn.Module, whole: StepSource | None) -> str | None:
     """Return why transformers' loop has to run although every module has a forward of ours, or None."""
     if whole is None:
         return Cause("class_not_supported", module=model)

@@ -1,4 +1,4 @@
-"""The family of a model that an architecture file describes: the file is a shortcut, never a gate."""
+"""The families of models that architecture files describe: a file is a shortcut, never a gate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from torch import nn
 
 from .. import compat
 from ..architecture import Architecture
+from ..decode.described import model_part
 from ..decode.offloaded import Described
+from ..decode.plan_cache import Family
+from ..decode.ranks import Ranks
+from ..decode.shards import Sharded
+from ..decode.source import StepSource
 from ..reasons import Cause
 from ..recording.placed_part import RecordedAlone
 
@@ -40,7 +45,7 @@ class DescribedOrRecorded:
         """Name of the transformers module that defines the architecture's classes."""
         return self._described.module
 
-    def model_part(self, model: nn.Module) -> Any:
+    def model_part(self, model: nn.Module) -> StepSource | None:
         """Return ``model`` in its roles as it is now, or None if neither the file nor the recorder knows it."""
         part = self._described.model_part(model)
         reason = Cause("class_not_supported", module=model) if part is None else part.reason()
@@ -53,3 +58,15 @@ class DescribedOrRecorded:
 
     def __deepcopy__(self, memo: dict) -> DescribedOrRecorded:
         return self
+
+
+def of_files(model: nn.Module, known: tuple[Architecture, ...], ranks: Ranks | None) -> list[Family]:
+    """Return the families of architecture files that a model may belong to.
+
+    Args:
+        known: the architectures that come into question.
+        ranks: the processes over which the model is spread, or None.
+    """
+    if ranks is not None:
+        return [Sharded(each, ranks) for each in known]
+    return [DescribedOrRecorded(each, model) for each in known if model_part(each, model) is not None]

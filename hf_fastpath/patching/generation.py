@@ -13,6 +13,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..decode import assisted, beams, counted, loop
 from ..decode.eligibility import request_reason, unknown_argument
 from ..decode.patched import STATE_KEY
+from ..decode.source import StepSource
 from ..reasons import Cause
 from .state import PatchState
 
@@ -70,7 +71,9 @@ def prepare_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _takes_our_cache(model: nn.Module, state: PatchState, part: Any, config: Any, model_kwargs: dict) -> bool:
+def _takes_our_cache(
+    model: nn.Module, state: PatchState, part: StepSource | None, config: Any, model_kwargs: dict
+) -> bool:
     """Whether a FastpathCache serves a call.
 
     What the call asks for is looked at first, so that a model is not recorded for a call of stock code.
@@ -78,6 +81,6 @@ def _takes_our_cache(model: nn.Module, state: PatchState, part: Any, config: Any
     if state.loop_reason is None and part is not None:
         if request_reason(part, config) is not None:
             return False
-        if part.is_recorded and unknown_argument(part, model_kwargs) is not None:  # nothing but our loop uses the cache
+        if not part.modules_use_cache and unknown_argument(part, model_kwargs) is not None:
             return False
     return state.serves(model, part)

@@ -87,9 +87,11 @@ class ModulePatch:
 
 
 def _decodes(state: Patched) -> bool:
-    """Whether a recorded step decodes in a call that runs, whatever the prompt's forward runs."""
+    """Whether a step that was recorded where a file knows no better decodes in a call that runs, whatever the prompt's
+    forward runs."""
     snapshot = state.plans.snapshot  # another thread may replace it at any time
-    return bool(state.plans.running) and snapshot is not None and snapshot.part.is_recorded and not snapshot.reason
+    is_running = bool(state.plans.running) and snapshot is not None and not snapshot.reason
+    return is_running and snapshot.part.reason_of_file is not None
 
 
 def stock(module: nn.Module, reason: str | None, *args: Any, **kwargs: Any) -> Any:

@@ -83,8 +83,3 @@ class PatchPlan:
     def recorded(self) -> Recorded | None:
         """The family of a model whose step is recorded from its own forward, or None."""
         return self.family if isinstance(self.family, Recorded) else None
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the model's step is recorded from its own forward."""
-        return self.recorded is not None

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from ..cache.pages import PageCounts
 from ..decode import fetch, page_lock
 from ..decode.eligibility import torch_reason, uncovered_reason
-from ..decode.structure import ModelPart
+from ..decode.source import StepSource
 from ..native import loader
 from ..reasons import check, explained, named
 from ..recording.family import RECORDED
@@ -16,7 +16,7 @@ from ..stats import Stats
 from .plan import PatchPlan
 
 
-def loop_reason_now(plan: PatchPlan, part: ModelPart | None) -> str | None:
+def loop_reason_now(plan: PatchPlan, part: StepSource | None) -> str | None:
     """Return why ``generate()`` would use transformers' loop on a model as it is now, or None.
 
     Args:
@@ -64,7 +64,7 @@ class Report:
     stats: dict
 
     @classmethod
-    def of(cls, plan: PatchPlan, part: ModelPart | None, stats: Stats, huge_page_bytes: int = 0) -> Report:
+    def of(cls, plan: PatchPlan, part: StepSource | None, stats: Stats, huge_page_bytes: int = 0) -> Report:
         """Make the present report of a model.
 
         Args:

@@ -105,7 +105,7 @@ def is_due(plan: PatchPlan) -> bool:
     If the code of transformers is none that was tested, a twin is tried if our loop is to run; of a family that is
     known only by its structure, a twin is tried if anything is to be patched; of a recorded model, one is always tried.
     """
-    if plan.is_recorded or (plan.by_structure is not None and plan.patched):
+    if plan.recorded is not None or (plan.by_structure is not None and plan.patched):
         return True
     return plan.loop_reason is None and _why_untested(plan) is not None
 
@@ -125,10 +125,10 @@ def check(plan: PatchPlan) -> None:
     if plan.ranks is not None:
         difference = plan.ranks.agreed(difference)
     if difference is None:
-        if plan.is_recorded:
+        if plan.recorded is not None:
             plan.recorded.twins_difference = of_logits
         return
-    if plan.is_recorded:
+    if plan.recorded is not None:
         cause = f"the recorded step of a small {type(model).__name__} does not decode as stock does"
         raise unsupported(cause, REASONS["not_recorded"].remedy, why=difference)
     found = plan.by_structure
@@ -264,7 +264,7 @@ def run(model: nn.Module, recorded: Recorded | None = None) -> tuple[str | None,
             if (known := passed_twins.find(key)) is not None:
                 return None, known
             torch.set_default_dtype(default)
-            difference, of_logits = _difference(twin.to(device), prompt, dtype, recorded is not None)
+            difference, of_logits = _difference(twin.to(device), prompt, dtype, recorded)
         except Exception as error:  # nobody has tried this code: anything may be raised
             difference, of_logits = f"{type(error).__name__}: {error}", 0.0
         finally:
@@ -303,12 +303,12 @@ def _device(model: nn.Module) -> torch.device:
 
 @passed_twins.hearing()
 def _difference(
-    twin: nn.Module, prompt: torch.Tensor, dtype: torch.dtype, is_recorded: bool
+    twin: nn.Module, prompt: torch.Tensor, dtype: torch.dtype, recorded: Recorded | None
 ) -> tuple[str | None, float]:
     """Return how a twin decodes otherwise than stock code, or None; and of a recorded one, by how much its logits
-    differ in ``dtype``."""
+    differ in ``dtype``. A twin of a recorded model has to be recorded, too."""
     plan = analyse(twin, Options.parse())
-    if is_recorded and not plan.is_recorded:
+    if recorded is not None and plan.recorded is None:
         known = plan.loop_reason or "a model of its config has other modules than it has"
         return f"{known} ({known.what})" if getattr(known, "what", "") else str(known), 0.0
     check_coverage(plan)
@@ -317,7 +317,7 @@ def _difference(
     apply(plan, state)
     keep_recording(plan, state)
     try:
-        if plan.is_recorded:  # its experts and routers may not run in float64, which compare() needs
+        if plan.recorded is not None:  # its experts and routers may not run in float64, which compare() needs
             encoded = None
             if compat.has_encoder(twin):
                 encoded = torch.randn(1, _ENCODED, compat.encoder_width(twin)).to(prompt.device)

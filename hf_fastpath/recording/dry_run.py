@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -11,10 +10,11 @@ from ..decode.encoded import EncodedMemory
 from ..decode.lower import Lower
 from ..decode.positions import Positions
 from ..decode.program import Program
+from ..decode.source import StepInputs, StepSource
 from ..ops.kv_cache import KVCache
 
 
-def dry_run(part: Any) -> None:
+def dry_run(part: StepSource) -> None:
     """Lower the step without a plan.
 
     Raises:
@@ -29,4 +29,5 @@ def dry_run(part: Any) -> None:
     shape = torch.zeros(1, 1, dtype=torch.long)
     biases = [each.memory(shape.device) for each in part.biases(1)]
     tokens = torch.zeros(1, 1, *part.token_shape, dtype=torch.long)
-    part.record(program, Lower(program.emit, 1), tokens, shape, caches, part.states(1), biases, at)
+    given = StepInputs(tokens, shape, {}, caches, part.states(1), biases, at)
+    part.record(program, Lower(program.emit, 1), given)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ..decode.source import StepSource
 from ..reasons import Cause
 
 #: what a report shows in place of an architecture's name
@@ -29,14 +30,14 @@ class Recorded:
         self.twins_difference = 0.0
         self.first: Any = None
 
-    def model_part(self, model: nn.Module) -> Any:
+    def model_part(self, model: nn.Module) -> StepSource:
         """Return ``model`` as it is now, as a ``RecordedPart``."""
         made = self._part(model)
         made.look()
         self.first = self.first or made
         return made
 
-    def part_instead(self, model: nn.Module, reason: Cause) -> Any:
+    def part_instead(self, model: nn.Module, reason: Cause) -> StepSource:
         """Do as :meth:`model_part` for a model that another family does not take now, for a reason: if the step cannot
         be recorded either, that reason is the one that helps, unless it is no more than that a class is not known."""
         made = self._part(model)

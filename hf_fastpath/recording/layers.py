@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from ..decode.named_calls import Call
 from . import marks
 from .recording import Recording, Unrecordable
@@ -36,6 +38,15 @@ class RecordedLayer:
 
     attention: RecordedAttention | None
     window: int | None
+
+
+#: a layer with fewer outputs than this share of its inputs gives numbers for heads (gates, decays)
+_LEAST_OUTPUTS = 1 / 16
+
+
+def without_narrow(linears: list[nn.Module]) -> list[nn.Module]:
+    """Return the linear layers that may be quantized: not those that give numbers for heads."""
+    return [each for each in linears if each.out_features >= _LEAST_OUTPUTS * each.in_features]
 
 
 def attention_of(recording: Recording, producers: dict[int, Call], call: Call) -> RecordedAttention | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from ..decode.python_state import Walk
 from ..decode.snapshot import walk_of
+from ..decode.source import StepSource
 from .noted_code import NotedCode
 from .skeleton import Skeleton
 
@@ -31,7 +30,7 @@ class LookedAt:
         self._skeleton: Skeleton | None = None
         self._is_new, self._is_whole = True, False
 
-    def look(self, part: Any) -> None:
+    def look(self, part: StepSource) -> None:
         """Note the Python values that the model holds now.
 
         Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,37 +11,35 @@ from torch import nn
 from .. import compat
 from ..decode.lower import Lower
 from ..decode.modules import model_code_reason, odd_module
+from ..decode.parts import HeadPart
 from ..decode.plan_cache import PlanCache
-from ..decode.positions import Positions
 from ..decode.program import Program
 from ..decode.python_state import Walk
-from ..decode.ranks import Ranks
+from ..decode.source import StepInputs, WholeModel
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
-from ..ops.kv_cache import KVCache
 from ..options import MAX_BATCH
 from ..reasons import Cause, class_name
 from . import marks
 from .arguments import described, hides_other_places, why_it_matters
 from .by_length import ByLength
 from .dry_run import dry_run
-from .errors import OUT_OF_MEMORY, StandInRead
+from .errors import OUT_OF_MEMORY
 from .family import Recorded
-from .layers import RecordedAttention, RecordedLayer, attention_of
+from .layers import RecordedAttention, RecordedLayer, attention_of, without_narrow
 from .looked_at import LookedAt
 from .lowering import Lowering
 from .noted_code import NotedCode
-from .passes import passed
-from .passes.adapters import adapters
 from .position_tables import PositionTable, position_tables
 from .proof import reason_against
 from .recording import BiasTable, Recording, Unrecordable
-from .step import record, why_other_in_training
+from .step import why_other_in_training
 from .tensors import modules_reason, sizes_reason, tensors_reason
+from .whole_step import whole_step
 
 
-class RecordedPart:
-    """A causal LM of no listed architecture, as it is now.
+class RecordedPart(WholeModel):
+    """A causal LM whose step is recorded from its own forward, as it is now.
 
     Attributes:
         architecture: see :class:`.family.Recorded`.
@@ -54,22 +51,16 @@ class RecordedPart:
         code: what ran of the model's code when steps of it were recorded.
         lengths: of the text and of what an encoder has read, for which steps are recorded; None for any.
         by_length: gives the parts for texts of other lengths.
-        reason_of_file: why an architecture file that describes the model does not take it now; None without a file.
-        files_reason: the same if its advice helps where the step cannot be recorded either, else None.
-        is_passing: whether a reason against it was a lack of memory, which is no reason to keep.
+        files_reason: :attr:`reason_of_file` if its advice helps where the step cannot be recorded either, else None.
     """
 
-    rotary = None
-    rope_kinds: tuple = ()
-    is_cast_down = False
-    is_recorded = True
+    rotary: nn.Module | None = None
+    takes_long = True
+    modules_use_cache = False
     is_placed = False  # see .placed_part
     lowering = Lowering
-    ranks: Ranks | None = None  # see .spread_part
-    reason_of_file: Cause | None = None
     files_reason: Cause | None = None
-    host_weights: Sequence[list[torch.Tensor]] = ()  # see .placed_part
-    sources: Sequence[tuple[int, int]] = ()
+    head_part: HeadPart | None = None
 
     def __init__(self, architecture: Recorded, module: nn.Module):
         self.architecture, self.module = architecture, module
@@ -77,7 +68,6 @@ class RecordedPart:
         self.has_encoder = compat.has_encoder(module)
         self.token_shape = compat.token_shape(module)
         self._passes_mask_on = False  # True once the decoder was seen to be given the mask that the model is given
-        self.is_passing = False
         self._looked_at = LookedAt(module)
         self.lengths: tuple[int | None, int | None] = None, None
         self.by_length = ByLength(self)
@@ -118,7 +108,7 @@ class RecordedPart:
         key = batch, query_len
         if key not in self._recordings:
             try:
-                self._recordings[key] = self._recorded(*key)
+                self._recordings[key] = whole_step(self._looked_at.skeleton_as_now, *key, self.lengths)
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:  # which another try would raise again
@@ -127,13 +117,6 @@ class RecordedPart:
         if isinstance(found, Exception):
             raise found.with_traceback(None)
         return found
-
-    def _recorded(self, batch: int, query_len: int) -> Recording:
-        asked = self._looked_at.skeleton_as_now, batch, query_len, None, self.lengths
-        try:
-            return passed(record(*asked), self.module)
-        except StandInRead:  # by a product that is more than that
-            return passed(record(*asked), self.module, without=[adapters])
 
     @functools.cached_property
     def kinds(self) -> tuple[compat.LayerKind, ...]:
@@ -170,20 +153,22 @@ class RecordedPart:
         """Return the tables of what is added to scores of ``batch`` sequences, which a plan fills when it begins."""
         return self.recording(batch, 1).biases
 
-    def record(
-        self, program: Program, to: Lower, tokens: torch.Tensor, positions: torch.Tensor, caches: list[KVCache],
-        states: list[list[torch.Tensor]], biases: list[torch.Tensor], at: Mapping[torch.device, Positions],
-    ) -> Any:  # fmt: skip
-        """Emit the step, ``at`` being of each device; return what stands for the logits [batch, query_len, vocab]."""
-        recording, encoded = self.recording(*positions.shape), at[self.devices[0]].encoded
-        tables = zip(recording.biases, biases, strict=True)
-        given = {each.register.index: program.shared(table, True) for each, table in tables}
-        given |= {recording.tokens.index: program.shared(tokens), recording.positions.index: program.shared(positions)}
-        for registers, tensors in zip(recording.states, states):
-            given |= {register.index: tensor for register, tensor in zip(registers, tensors, strict=True)}
+    def record(self, program: Program, to: Lower, given: StepInputs) -> Any:
+        """Emit a step; return the register of the logits.
+
+        Raises:
+            Unrecordable: something in it has no place in a plan.
+        """
+        recording, encoded = self.recording(*given.positions.shape), given.at[self.devices[0]].encoded
+        tables = zip(recording.biases, given.biases, strict=True)
+        held = {each.register.index: program.shared(table, True) for each, table in tables}
+        held[recording.tokens.index] = program.shared(given.tokens)
+        held[recording.positions.index] = program.shared(given.positions)
+        for registers, tensors in zip(recording.states, given.states):
+            held |= {register.index: tensor for register, tensor in zip(registers, tensors, strict=True)}
         if encoded is not None and len(encoded.caches) != len(recording.encoded):
             raise Unrecordable("layers that keep nothing of what the encoder has read")
-        return self.lowering(self, program, to, recording, given, caches, at).run()
+        return self.lowering(self, program, to, recording, held, given.caches, given.at).run()
 
     # ---- roles ------------------------------------------------------------------------------------------------
 
@@ -219,20 +204,8 @@ class RecordedPart:
         return max((each.shape[1] for each in given if each.dim() == 3 and len(each) == 1), default=1)
 
     @property
-    def source(self) -> nn.Module:
-        return self.module
-
-    def owner(self, module: nn.Module) -> nn.Module:
-        """Return the module of :attr:`source` that a module of :attr:`module` stands for."""
-        return module
-
-    @property
     def num_embeddings(self) -> int:
         return len(self.embedding.weight)
-
-    def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """Return where calls of a step read a tensor of the model."""
-        return tensor.device
 
     @functools.cached_property
     def devices(self) -> tuple[torch.device, ...]:
@@ -243,8 +216,13 @@ class RecordedPart:
     def layer_devices(self) -> list[torch.device]:
         return [*self.devices] * len(self.layers)
 
-    embedding = property(lambda self: compat.text_embedding(self.module))
-    head = property(lambda self: compat.text_head(self.module))
+    @property
+    def embedding(self) -> Any:
+        return compat.text_embedding(self.module)
+
+    @property
+    def head(self) -> Any:
+        return compat.text_head(self.module)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -254,11 +232,6 @@ class RecordedPart:
     @functools.cached_property
     def takes_positions(self) -> bool:
         return compat.takes_positions(self.module)
-
-    @property
-    def takes_padding(self) -> bool:
-        """Whether a step takes sequences with padding in front."""
-        return not self.recording(1, 1).is_unpadded
 
     @functools.cached_property
     def _position_tables(self) -> list[PositionTable]:
@@ -340,8 +313,24 @@ class RecordedPart:
             self._arguments[key] = None if reason is None else Cause("unsupported_input", what, self.module)
         return self._arguments[key]
 
+    def making_reason(self) -> Cause | None:
+        """Return a function of PyTorch's that somebody has replaced: the recording, and the twin, would be of that."""
+        function = compat.replaced_function(self.source)
+        return None if function is None else Cause("replaced_function", function)
+
+    def reads_prompt(self, device: torch.device, length: int) -> bool:
+        """Return False: what is recorded is the step of a few tokens."""
+        return False
+
+    def padding_reason(self, mask: torch.Tensor) -> Cause | None:
+        if bool(mask.all()):
+            return None
+        if self._seen_padding is None and self.recording(1, 1).is_unpadded:
+            return Cause("attention_mask", "padding, which matters to more than attention, or not to it")
+        return self._seen_padding
+
     @functools.cached_property
-    def padding_reason(self) -> Cause | None:
+    def _seen_padding(self) -> Cause | None:
         """Why a plan would not hide what padding hides in stock code, or None."""
         what = hides_other_places(self._looked_at.skeleton)
         return None if what is None else Cause("attention_mask", what, self.module)
@@ -384,12 +373,17 @@ class RecordedPart:
             reason = self.files_reason or reason
         return reason or tensors_reason(self.module, self.device_of, self.is_placed) or self._recording_reason
 
-    def projections(self) -> list[list[nn.Module]]:
+    def projections(self) -> list[nn.Module]:
+        return [each for linears in self._linears() for each in linears]
+
+    def projection_groups(self) -> list[list[list[nn.Module]]]:
+        return [[wide] for wide in map(without_narrow, self._linears()) if wide]
+
+    def _linears(self) -> list[list[nn.Module]]:
         """Return the linear layers of a token's step, without the head and mixtures; those of one input together."""
         found = ([self.module.get_submodule(path) for path in names] for names in self.recording(1, 1).linears)
         of_head = getattr(self.head, "weight", None)  # FSMT's is a table that a linear layer shares
-        without_head = ([each for each in linears if each.weight is not of_head] for linears in found)
-        return [linears for linears in without_head if linears]
+        return [[each for each in linears if each.weight is not of_head] for linears in found]
 
     @functools.cached_property
     def _recording_reason(self) -> str | None:

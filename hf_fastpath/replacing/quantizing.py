@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from ..compat import Conv1D, ShardStyle, is_sharded, local_tensor, move, place_like, spread_like
-from ..decode.layer_part import LayerPart
-from ..decode.parts import MoEPart
 from ..decode.rank_calls import style_of
-from ..decode.structure import ModelPart
+from ..decode.source import StepSource
 from ..linears.checkpoints import family_of
 from ..linears.packed_linear import PackedLinear
 from ..native import loader
@@ -73,12 +71,8 @@ class Replacement:
     is_head: bool = False
 
 
-#: a layer with fewer outputs than this share of its inputs gives numbers for heads (gates, decays), and is left alone
-_LEAST_OUTPUTS = 1 / 16
-
-
 def why_not_quantized(
-    model: nn.Module, part: ModelPart | None, options: Options, reason: str | None = None
+    model: nn.Module, part: StepSource | None, options: Options, reason: str | None = None
 ) -> str | None:
     """Return why ``model`` cannot be quantized as the options of ``patch()`` ask for, or None.
 
@@ -105,21 +99,20 @@ def why_not_quantized(
     why = reason or "class_not_supported" if part is None else part.reason()
     if why is not None:
         return f"{wanted} takes a model that decodes fast as a whole; this one: {explained(named(why, model))}"
-    groups = part.projections() if part.is_recorded else [layer.projections() for layer in part.layers]
-    if any(style_of(linear) in _TO_ALL_RANKS for linears in groups for linear in linears):
+    if any(style_of(linear) in _TO_ALL_RANKS for linear in part.projections()):
         return (
             f"{wanted} takes a model whose ranks keep the features that they make; this one's tp_plan has "
             f"{' and '.join(style.value for style in _TO_ALL_RANKS)}: load the model whole"
         )
-    if part.is_recorded and options.lm_head != HEADS[0] and type(part.head) is not nn.Linear:
+    if options.lm_head != HEADS[0] and type(part.head) is not nn.Linear:
         kind = class_name(part.head)
         return f"lm_head={options.lm_head!r} takes a model whose head is a linear layer, as this one's, {kind}, is not"
-    if part.is_recorded and not replacements(part, options):
+    if not replacements(part, options):
         return f"{wanted} finds no nn.Linear in the step of this {type(model).__name__}: leave weights= out"
     return None
 
 
-def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
+def replacements(part: StepSource, options: Options) -> tuple[Replacement, ...]:
     """Return what is to be quantized as the options of ``patch()`` ask for.
 
     The result has the projections of every decoder layer, and the head. The weights of a mixture's experts are left
@@ -127,13 +120,9 @@ def replacements(part: ModelPart, options: Options) -> tuple[Replacement, ...]:
     """
     format = FORMATS[options.weights]
     found = []
-    if part.is_recorded:
-        for linears in part.projections():
-            wide = [each for each in linears if each.out_features >= _LEAST_OUTPUTS * each.in_features]
-            found += [Replacement((tuple(map(part.owner, wide)),), format)] * bool(wide)
-    for layer in () if part.is_recorded else part.layers:
-        groups = (tuple(map(part.owner, linears)) for linears in of_one_input(layer))
-        found.append(Replacement(tuple(groups), format))
+    for groups in part.projection_groups():
+        owners = (tuple(map(part.owner, linears)) for linears in groups)
+        found.append(Replacement(tuple(owners), format))
     if options.lm_head != HEADS[0]:
         found.append(Replacement(((part.owner(part.head),),), FORMATS[options.lm_head], is_head=True))
     return tuple(found)
@@ -171,16 +160,6 @@ def places_of(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
         for name, module in parent._modules.items():
             places.setdefault(id(module), []).append((parent, name))
     return places
-
-
-def of_one_input(layer: LayerPart) -> Iterator[list[nn.Module]]:
-    *qkv, out = layer.attention.projections()
-    yield qkv
-    yield [out]
-    if not isinstance(layer.mlp, MoEPart):
-        *inputs, down = layer.mlp.projections()
-        yield inputs
-        yield [down]
 
 
 def _replace(

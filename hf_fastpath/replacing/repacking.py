@@ -15,7 +15,8 @@ from torch.nn import functional
 from .. import structural
 from ..architecture import architectures
 from ..compat import hook_of, placement
-from ..decode.structure import ModelPart, model_part
+from ..decode.described import model_part
+from ..decode.structure import ModelPart
 from ..errors import NoCounterpart
 from ..linears.checkpoints import IntWeight, family_of, note
 from ..linears.packed_linear import PackedLinear
@@ -23,7 +24,7 @@ from ..native import loader
 from ..ops import packed_gemv
 from ..progress import counted
 from ..quantization.formats import FORMATS, Format, PackedWeight, pack, padded
-from .quantizing import Replaced, of_one_input, places_of
+from .quantizing import Replaced, places_of
 
 #: gets layers of one input; gives those that are replaced, each with the layer that takes its place
 Packing = Callable[[list[nn.Module]], list[tuple[nn.Module, PackedLinear]]]
@@ -197,7 +198,7 @@ def repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool, packed
     places, layers = places_of(part.module), part.layers
     with counted(len(layers), "hf_fastpath: repacking layers", quiet) as bar:
         for layer in layers:
-            for linears in of_one_input(layer):
+            for linears in layer.projection_groups():
                 _put(packed(linears), places, replaced)
             bar.update()
     _put(packed([part.head]), places, replaced)

@@ -75,9 +75,9 @@ def _options(rank: int, folder: Path) -> None:
         assert_same_instances(instances(model), before)
     with pytest.MonkeyPatch.context() as patches:
         if rank:
-            patches.setenv("HF_FASTPATH_RECORD", "1")
+            patches.setenv("HF_FASTPATH_NATIVE", "1")
         said = error_of(hf_fastpath.patch, model, quiet=True)
-        assert "HF_FASTPATH_RECORD in the environment is 1 on rank 1 and not given on rank 0" in said, said
+        assert "HF_FASTPATH_NATIVE in the environment is 1 on rank 1 and not given on rank 0" in said, said
     with pytest.MonkeyPatch.context() as patches:
         if rank:  # at the end of patch(), when the other rank has done all of it
             patches.setattr(api, "keep_recording", lambda *given: 1 // 0)

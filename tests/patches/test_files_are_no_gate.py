@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from causal_lm_types import small_model
-from models import CPU, build, counting, require_native
+from models import CPU, build, counting, hidden_files, require_native
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
-from hf_fastpath.patching.analyse import RECORD
+from hf_fastpath.options import Options
+from hf_fastpath.patching.analyse import analyse
 
 NAMES = sorted(each.name for each in architectures())
 NEW = 8
@@ -80,7 +82,7 @@ def adapted(model: nn.Module, merged: bool) -> None:
 @pytest.mark.parametrize("adapter", (None, "unmerged", "merged"))
 @pytest.mark.parametrize("hidden", (False, True), ids=("file", "no file"))
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_changes_nothing_of_what_is_fast(name, hidden, adapter, monkeypatch):
+def test_a_file_changes_nothing_of_what_is_fast(name, hidden, adapter):
     require_native(CPU)
     stock = small_model(name)
     if hasattr(stock.config, "original_max_position_embeddings"):  # see test_a_long_prompt_of_phi3
@@ -89,10 +91,17 @@ def test_a_file_changes_nothing_of_what_is_fast(name, hidden, adapter, monkeypat
     if adapter is not None:
         for model in (stock, ours):
             adapted(model, adapter == "merged")
-    if hidden:
-        monkeypatch.setenv(RECORD, "1")
-    hf_fastpath.patch(ours, quiet=True)
+    with hidden_files() if hidden else nullcontext():
+        hf_fastpath.patch(ours, quiet=True)
     assert_fast(ours, stock, ("short", "padded"))
+
+
+@pytest.mark.parametrize("hidden", (False, True))
+@pytest.mark.parametrize("architecture", ("llama", "gpt2"))
+def test_a_model_with_a_file_is_recorded_if_that_is_hidden(architecture, hidden):
+    with hidden_files() if hidden else nullcontext():
+        plan = analyse(build(architecture), Options.parse())
+    assert (plan.recorded is not None) == hidden
 
 
 # ---- what files do not know ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import io
 import pickle
 import threading
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from models import (
     CPU,
     assert_same_instances,
     counting,
+    hidden_files,
     instances,
     require_native,
     skip_if_cache_is_named_otherwise,
@@ -33,8 +35,8 @@ from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.plan import DecodePlan
 from hf_fastpath.errors import FallbackError
 from hf_fastpath.ops.gemv import MAX_ROWS
-from hf_fastpath.patching.analyse import RECORD
 from hf_fastpath.patching.state import state_of
+from hf_fastpath.recording.part import RecordedPart
 
 #: of each test every other case; all of them with ``--full``
 pytestmark = pytest.mark.every(2)
@@ -633,11 +635,9 @@ def test_recording_gives_the_calls_that_a_file_gives(model_type, monkeypatch):
         stock.config.original_max_position_embeddings = 4096  # see test_a_long_prompt_of_phi3
     made = []
     for recorded in (False, True):
-        with monkeypatch.context() as patch:
-            if recorded:
-                patch.setenv(RECORD, "1")
+        with hidden_files() if recorded else nullcontext():
             ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-            assert state_of(ours).decided.family.model_part(ours).is_recorded == recorded
+            assert isinstance(state_of(ours).decided.family.model_part(ours), RecordedPart) == recorded
             assert_equal(ours, stock)
             assert_equal(ours, stock, padded(2))
             made.append(_layers(ours))

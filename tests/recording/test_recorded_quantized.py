@@ -16,7 +16,7 @@ import hf_fastpath
 from hf_fastpath.compat import CACHE
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.quantization import FORMATS
-from hf_fastpath.replacing import quantizing
+from hf_fastpath.recording import layers
 
 #: types that are not recorded before transformers 5.24: one takes its cache by another name, one needs four heads
 NOT_BEFORE = {"mamba2", "codegen"}
@@ -77,7 +77,7 @@ def test_what_is_left_alone():
 def test_numbers_for_heads_are_left_alone(monkeypatch):
     require_native(CPU)
     for least, are_left in ((1 / 16, False), (1 / 8, True)):  # of 64 features, 4 for the heads
-        monkeypatch.setattr(quantizing, "_LEAST_OUTPUTS", least)
+        monkeypatch.setattr(layers, "_LEAST_OUTPUTS", least)
         names = packed_in(hf_fastpath.patch(small_model("qwen3_5_text"), weights="int8", quiet=True))
         gates = [name for name in names if name.endswith(("in_proj_a", "in_proj_b"))]
         assert (not gates) == are_left and any(name.endswith("in_proj_qkv") for name in names)
@@ -118,7 +118,7 @@ def test_a_head_whose_weight_the_model_reads():
 def test_queries_alone_are_quantized(monkeypatch):
     """Keys and values of few heads have few outputs."""
     require_native(CPU)
-    monkeypatch.setattr(quantizing, "_LEAST_OUTPUTS", 0.75)
+    monkeypatch.setattr(layers, "_LEAST_OUTPUTS", 0.75)
     stock = small_model("helium")
     ours = hf_fastpath.patch(copy.deepcopy(stock), weights="int4", quiet=True)
     attention = {name.rpartition(".")[2] for name in packed_in(ours) if "layers.0.self_attn" in name}
