@@ -55,6 +55,16 @@ def function_code(function: Any) -> str | None:
     return None if home.startswith(("torch.", "transformers.")) else _code_of_home(home)
 
 
+def adapter_modules(model: nn.Module) -> set[int]:
+    """Return the ids of the modules that adapters of PEFT consist of, without what they are put around."""
+    found: set[int] = set()
+    for module in model.modules():
+        for name in getattr(module, "adapter_layer_names", ()):
+            if isinstance(inside := getattr(module, name, None), nn.Module):
+                found.update(map(id, inside.modules()))
+    return found
+
+
 def foreign_code(module: nn.Module) -> str | None:
     """Return the reason code of a layer that another package has made or quantized; None for any other layer.
 

@@ -24,6 +24,7 @@ from . import selftest
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, quantize, undo
 from .coverage import check_coverage, check_kernels, check_whole
+from .families import DescribedOrRecorded
 from .over_ranks import check_done, check_options, check_transformers, on_all_ranks, undone_on_all_ranks
 from .reporting import Report
 from .state import PatchState, patched_model, state_of
@@ -211,8 +212,8 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
         put_weights(state)
     elif plan.replacements:
         quantize(plan, state, quiet)
-    if ledger.replaced and plan.recorded is not None and plan.loop_reason is None:
-        _record_again(plan.recorded, state)
+    if ledger.replaced and isinstance(plan.family, (Recorded, DescribedOrRecorded)) and plan.loop_reason is None:
+        _look_again(plan.family, state)
     if ledger.replaced and not options.keep_original:
         free_originals(model, ledger.replaced)
         state.lost = state.lost or "patch(keep_original=False) freed them"
@@ -229,14 +230,15 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
         print(report(model), file=sys.stderr)
 
 
-def _record_again(recorded: Recorded, state: PatchState) -> None:
-    """Record the step of a model whose weights are quantized now.
+def _look_again(family: Recorded | DescribedOrRecorded, state: PatchState) -> None:
+    """Record the step of a model whose weights are quantized now, unless a file describes it.
 
     Raises:
         ValueError: the model's own code does not run with quantized layers as it does without.
     """
-    recorded.first = None
-    part = recorded.model_part(state.model)
+    family.first = None
+    part = family.model_part(state.model)
+    assert part is not None, "the family knew the model before its weights were quantized"
     reason = part.reason() or part.proof_reason(state.plans, 1)
     if part.ranks is not None:
         reason = part.ranks.agreed(reason) or part.reason_of_ranks(state.plans, 1)

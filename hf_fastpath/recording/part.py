@@ -380,10 +380,13 @@ class RecordedPart(WholeModel):
         return [[wide] for wide in map(without_narrow, self._linears()) if wide]
 
     def _linears(self) -> list[list[nn.Module]]:
-        """Return the linear layers of a token's step, without the head and mixtures; those of one input together."""
+        """Return the linear layers of a step, those of one input together; no adapters, head or mixtures."""
+        others = compat.adapter_modules(self.module)
         found = ([self.module.get_submodule(path) for path in names] for names in self.recording(1, 1).linears)
         of_head = getattr(self.head, "weight", None)  # FSMT's is a table that a linear layer shares
-        return [[each for each in linears if each.weight is not of_head] for linears in found]
+        return [
+            [each for each in linears if each.weight is not of_head and id(each) not in others] for linears in found
+        ]
 
     @functools.cached_property
     def _recording_reason(self) -> str | None:

@@ -14,6 +14,7 @@ from torch import nn
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
+from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import stand_ins
 
@@ -162,3 +163,20 @@ def test_weights_of_adapters_are_read_as_they_are():
             if isinstance(getattr(module, "scaling", None), dict):
                 module.scaling["default"] = 0.25
     assert torch.equal(generated(ours), generated(model))
+
+
+@pytest.mark.parametrize("weights", ("int8", "int4_g32"))
+@pytest.mark.parametrize("name", ("llama", "glm4"))
+def test_the_base_alone_is_quantized(name, weights):
+    """Adapters stay as they are: their matrices have few inputs or few outputs."""
+    require_native(CPU)
+    model = hf_fastpath.patch(adapted(small(name)), weights=weights, quiet=True)
+    packed = [path for path, each in model.named_modules() if type(each) is PackedLinear]
+    assert packed and all(path.endswith("base_layer") for path in packed)
+    result = hf_fastpath.verify(model, torch.arange(5, 14)[None], max_new_tokens=6)
+    assert result.ok and not result.stock_loop, str(result)
+    with counting(model) as counts:
+        generated(model)
+    assert counts.fast and not counts.fallback, counts.reasons
+    calls = calls_of(model)
+    assert calls["lora_up"] and calls["packed_gemv"] and not any(calls[each] for each in BY_PYTORCH)
