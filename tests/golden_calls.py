@@ -18,7 +18,6 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -29,8 +28,7 @@ from models import build
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
-from hf_fastpath.decode.named_calls import Norm, Register
-from hf_fastpath.ops.kv_cache import KVCache
+from hf_fastpath.decode.call_text import texts
 from hf_fastpath.patching.state import state_of
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "data" / "golden_calls.csv"
@@ -53,19 +51,6 @@ def cases() -> Iterator[str]:
             yield from (f"{name}-bf16-{weights}-1" for weights in WEIGHTS if weights != "own")
 
 
-def _text(value: Any, makers: dict[int, int]) -> str:
-    if isinstance(value, Register):
-        return f"%{makers.get(value.index, '')}"
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, (Norm, KVCache)):
-        inside = (f"{name}={_text(each, makers)}" for name, each in vars(value).items())
-        return f"{type(value).__name__}({', '.join(inside)})"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_text(each, makers) for each in value)}]"
-    return "function" if callable(value) else str(value)
-
-
 def calls_of(case: str) -> list[str]:
     """Return the final calls of a step as text; the reason in their place if there is no step."""
     name, dtype, weights, batch = case.rsplit("-", 3)
@@ -79,12 +64,7 @@ def calls_of(case: str) -> list[str]:
     plan = next((each for each in state_of(model).plans if each.batch == int(batch)), None)
     if plan is None:
         return [str(hf_fastpath.report(model).stats["reasons"])]
-    makers = {call.out.index: place for place, call in enumerate(plan.program.calls)}
-    found = []
-    for call in plan.program.calls:
-        given = (f"{name}={_text(each, makers)}" for name, each in call.arguments.items())
-        found.append(f"{call.name}({', '.join(given)})")
-    return found
+    return texts(plan.program.calls)
 
 
 def row_of(case: str) -> dict[str, str]:

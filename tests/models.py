@@ -20,7 +20,6 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastpath
 from hf_fastpath.architecture import Architecture, architectures
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import passes
 from hf_fastpath.native import loader
 
 #: models for tests of everything around the layers
@@ -445,5 +444,4 @@ def counting(model: PreTrainedModel) -> Iterator[Counts]:
 
 def without_one_call(monkeypatch) -> None:
     """Let steps be one op after the other, even if one op could do all layers."""
-    others = tuple(each for each in passes.PASSES if each is not passes.one_call)
-    monkeypatch.setattr(passes, "PASSES", others)
+    monkeypatch.setenv("HF_FASTPATH_PASSES", "-one_call")

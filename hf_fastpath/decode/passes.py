@@ -1,11 +1,12 @@
 """Passes over the calls of a step, in their order.
 
-A pass takes a list of calls and gives another list that computes the same. A pass makes new registers with
-``register``, and looks at the :class:`.named_calls.Step` to see whether it applies.
+A pass changes a :class:`.pass_table.CallList` so that it computes the same, and looks at the
+:class:`.named_calls.Step` to see whether it applies.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -13,9 +14,8 @@ from .. import ops
 from .many_rows import few_to_many, replace_attention
 from .named_calls import Call, Register, Step
 from .one_call import one_call
+from .pass_table import CallList, Pass, PassTable, declare
 from .rank_calls import through_peers
-
-Pass = Callable[[list[Call], Callable[[], Register], Step], list[Call]]
 
 #: product -> its argument that is the matrix, or the matrices, it reads
 _MATRIX = {
@@ -36,22 +36,70 @@ _PREFETCHES = {
 _BETWEEN = (ops.rms_norm.overload, ops.sum_ranks.overload)
 
 
-def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
+def prefetch_next_weight(listing: CallList, step: Step) -> None:
     """Tell every product which matrix the next product reads, also with a norm or a sum over ranks between the two."""
     if step.programmatic_launch:
-        for call, following in pairwise(call for call in calls if call.op not in _BETWEEN):
+        for call, following in pairwise(call for call in listing.calls if call.op not in _BETWEEN):
             if following.op in _PREFETCHES.get(call.op, ()):
                 matrix = following.arguments[_MATRIX[following.op]]
                 call.arguments["next_weight"] = matrix[0] if isinstance(matrix, (list, tuple)) else matrix
-    return calls
 
 
-#: the passes of a step in order; a new op that replaces several calls is one more entry
-PASSES: tuple[Pass, ...] = (one_call, replace_attention, few_to_many, through_peers, prefetch_next_weight)
+def _in_place(
+    made_of: Callable[[list[Call], Callable[[], Register], Step], list[Call]],
+) -> Callable[[CallList, Step], None]:
+    """Return a pass that puts the list which ``made_of`` gives in the place of the calls."""
+
+    @functools.wraps(made_of)
+    def run(listing: CallList, step: Step) -> None:
+        listing.calls = made_of(listing.calls, listing.register, step)
+
+    return run
+
+
+#: the passes of a step in order; a new op that replaces several calls is one more row
+PASSES = declare(
+    PassTable(
+        "the calls of a step",
+        (
+            Pass(
+                "one_call",
+                one_call,
+                "It finds layers that are alike, and makes one call of an op for all layers of them.",
+            ),
+            Pass(
+                "replace_attention",
+                _in_place(replace_attention),
+                "It finds attention over a cache in a step of a prompt, and puts the given attention in its place.",
+                needed="attention over a cache takes few rows, and a prompt has many",
+            ),
+            Pass(
+                "few_to_many",
+                _in_place(few_to_many),
+                "It finds ops for a few rows in a step of many, and makes products of PyTorch's libraries of them.",
+                needed="ops for a few rows refuse more",
+            ),
+            Pass(
+                "through_peers",
+                through_peers,
+                "It finds what ranks put together, and sends that through the GPUs' memory instead of a collective.",
+            ),
+            Pass(
+                "prefetch_next_weight",
+                prefetch_next_weight,
+                "It finds two products in a row, and lets the first prefetch what the second reads.",
+                {
+                    "one_call": "products that become part of an op are gone, and nothing is to be fetched for them",
+                    "through_peers": "a sum over the GPUs' memory may lie between two products, a collective may not",
+                },
+            ),
+        ),
+    )
+)
 
 
 def passed(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
     """Apply all passes to ``calls``."""
-    for each in PASSES:
-        calls = each(calls, register, step)
-    return calls
+    listing = CallList(calls, register)
+    PASSES.apply(listing, step, f"step-of-{step.rows}-rows")
+    return listing.calls
