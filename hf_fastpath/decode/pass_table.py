@@ -64,8 +64,13 @@ class Pass:
     again: str = ""
 
     def once_more(self, again: str, after: Mapping[str, str]) -> Pass:
-        """Return a further row of this pass; ``again`` says why it is needed."""
-        return replace(self, again=again, after=after)
+        """Return a further row of this pass.
+
+        Args:
+            again: why it is needed.
+            after: passes that have to run before this row, beside those before the first.
+        """
+        return replace(self, again=again, after={**self.after, **after})
 
 
 class PassTable:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..decode.pass_table import switched_off
 from ..decode.structure import MAX_BATCH
 from ..native import huge_pages, loader
 from ..options import HEADS, Options
@@ -73,7 +74,8 @@ def patch(
     Raises:
         UnsupportedModelError: nothing in the model could be patched, there are no compiled kernels for its device, or
             its architecture file names a class that the installed transformers lacks.
-        ValueError: an argument has no valid value, or the model is patched already with other options.
+        ValueError: an argument or ``HF_FASTPATH_PASSES`` has no valid value, or the model is patched already with other
+            options.
         RankError: the model is spread over processes, and another one was given other options, has failed, or has not
             come to its patch() in time; the model is as it was.
         TypeError: ``model`` is not a module.
@@ -98,6 +100,7 @@ def patch_with(
         put_weights: puts quantized weights in place, instead of what the options ask for.
     """
     check_transformers()  # load_packed() comes in here
+    switched_off()  # refuses names that are none
     with compat.without_foreign_modes():
         return _patch_alone(model, options, quiet, put_weights)
 
