@@ -75,7 +75,10 @@ ROW = Pass("one", nothing, "It finds nothing.")
         ([ROW.once_more("It was not enough.", {})], "again is 'It was not enough.'"),
         ([Pass("One", nothing, "It finds nothing.")], "the name is 'One', expected a word in small letters"),
         ([Pass("one", nothing, "")], "finds is '', expected a sentence"),
-        ([Pass("one", nothing, "It finds nothing.", {"other": "why"})], r"one comes after other \(why\), which is not in"),
+        (
+            [Pass("one", nothing, "It finds nothing.", {"other": "why"})],
+            r"one comes after other \(why\), which is not in",
+        ),
         ([ROW, Pass("other", nothing, "It finds nothing.", {"one": ""})], "no reason why it comes after one"),
         ([ROW, Pass("other", nothing, "It finds nothing.", {"one#2": "why"})], "comes after one#2"),
     ),
@@ -108,7 +111,10 @@ def test_switched_off(value, off, monkeypatch):
         ("-residual", r"has '-residual', expected -name of .* residuals, .* \(did you mean -residuals\?\)"),
         ("residuals", r"has 'residuals', expected -name of passes to switch off, out of .*one_call, .*residuals"),
         ("-one_call,0", "has '0', expected -name"),
-        ("-stacked_experts", "has '-stacked_experts', but this pass cannot be switched off: it refuses loops .* leave it"),
+        (
+            "-stacked_experts",
+            "has '-stacked_experts', but this pass cannot be switched off: it refuses loops .* leave it",
+        ),
     ),
 )
 def test_what_is_no_switch_is_refused_by_patch(value, message, monkeypatch):
@@ -141,7 +147,7 @@ def expected(model_type: str) -> torch.Tensor:
     return small_model(model_type).generate(torch.arange(4, 10)[None], **FEW)
 
 
-@pytest.mark.every(9)
+@pytest.mark.every(14)
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize("name", SWITCHABLE)
 def test_without_a_pass_tokens_are_stocks(name, model_type, monkeypatch):

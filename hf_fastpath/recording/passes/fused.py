@@ -26,6 +26,7 @@ FUSED: tuple[Pass, ...] = (
             "matrix_products": "projections end what is compared",
             "split_products": "queries, keys and values of one product are projections of their own then",
             "module_formulas": "norms end what is compared",
+            "unflattened": "a projection of flattened rows gives heads by a further view",
             "no_change": "a copy of angles that changes nothing hides which table they are of",
         },
     ),
@@ -110,6 +111,8 @@ FUSED: tuple[Pass, ...] = (
         products.activations,
         "It finds activations behind a product, and lets the product do them.",
         {
+            "matrix_products": "the product is looked for as a mark",
+            "no_change#2": "views that change nothing may lie between a product and an activation",
             "module_formulas": "the activation is looked for as a mark",
             "functions": "the activation is looked for as a mark",
             "gates": "its op does the activation and the product with up",
@@ -144,7 +147,8 @@ FUSED: tuple[Pass, ...] = (
         {
             "module_formulas": "norms are looked for as marks",
             "unflattened": "what is added may be flattened rows",
-            "no_change#3": "views that change nothing may lie between a product and a sum",
+            "matrix_products": "products are looked for as marks",
+            "no_change#4": "views that change nothing may lie between a product and a sum",
             "activations": "an activation is applied to a product before a sum",
             "wide_residuals": "a sum in float32 is the norm's",
             "gates_in_front": "a gate lies between a product and a sum otherwise",

@@ -196,6 +196,7 @@ RECOGNIZED: tuple[Pass, ...] = (
         "It finds products that are only read in slices, and makes a product of each slice.",
         {
             "matrix_products": "they are looked for as marks",
+            "gated_norms": "its op takes slices as they lie",
             "short_convolutions": "its op takes slices as they lie",
             "gated_delta_steps": "its op takes slices as they lie",
             "selective_state_steps": "its op takes slices as they lie",
