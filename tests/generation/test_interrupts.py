@@ -26,6 +26,7 @@ FILES = (
     "decode/steps.py",
     "decode/named_calls.py",
     "decode/passes.py",
+    "decode/pass_table.py",
     "decode/many_rows.py",
     "decode/one_call.py",
     "cache/fastpath_cache.py",

@@ -169,6 +169,7 @@ FUSED: tuple[Pass, ...] = (
             "head_norms": "rotation does these norms",
             "gates": "its op takes a norm, too",
             "activations": "a product with a norm takes no activation behind it any more",
+            "no_change#3": "views that change nothing may lie between a norm and a product",
             "projections": "its op takes a norm, too",
             "routers": "its op takes a norm, too",
             "residuals": "a norm with a residual stays a call",
@@ -193,6 +194,7 @@ FUSED: tuple[Pass, ...] = (
         {
             "split_products": "slices of one product are products of their own then",
             "norms_in_front": "products of one row apply the same norm then",
+            "projections": "its products are parts of one op",
             "gates": "its products are parts of one op",
             "shared_experts": "its products are parts of the experts' op",
         },

@@ -188,7 +188,10 @@ RECOGNIZED: tuple[Pass, ...] = (
         "convolutions",
         products_of_heads.convolutions,
         "It finds other convolutions over tokens, and makes `head_products` of them.",
-        {"short_convolutions": "its op does the whole of a convolution over the last tokens"},
+        {
+            "constant_views": "weights are told from inputs",
+            "short_convolutions": "its op does the whole of a convolution over the last tokens",
+        },
     ),
     Pass(
         "split_products",
