@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.pass_table import switched_off
 from ..decode.structure import MAX_BATCH
 from ..native import huge_pages, loader
 from ..options import HEADS, Options
@@ -100,7 +99,6 @@ def patch_with(
         put_weights: puts quantized weights in place, instead of what the options ask for.
     """
     check_transformers()  # load_packed() comes in here
-    switched_off()  # refuses names that are none
     with compat.without_foreign_modes():
         return _patch_alone(model, options, quiet, put_weights)
 
