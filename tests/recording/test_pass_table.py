@@ -55,7 +55,7 @@ def test_a_row_in_front_of_one_that_it_comes_behind_is_refused(table):
         for name in row.after:
             others = [each for each in table if each is not row]
             others.insert(table.keys.index(name), row)
-            with pytest.raises(ValueError, match=f" {row.name}.* comes after "):
+            with pytest.raises(ValueError, match=f"passes over {table.what}, .*{row.name}"):
                 PassTable(table.what, others)
 
 

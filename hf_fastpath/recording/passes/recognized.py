@@ -29,12 +29,12 @@ NO_CHANGE = Pass(
     "It finds views of views, of which it makes one view, and calls that change nothing, which it leaves out.",
     {
         "module_formulas": "a module is compared as it was recorded, with calls that change nothing",
-        "turned_back": "two transposes that undo each other may leave views of views",
+        "inverse_transposes": "two transposes that undo each other may leave views of views",
     },
 )
 _BEFORE_STATES = {
     "constant_views": "weights are told from inputs",
-    "turned_back": "what surrounds a state begins and ends at products, transposes or not",
+    "inverse_transposes": "what surrounds a state begins and ends at products, transposes or not",
     "no_change": "what surrounds a state begins and ends at products, copied or not",
 }
 _BEHIND_CONVOLUTIONS = {"short_convolutions": "a step reads what the convolution gives, which is a state's result, too"}
@@ -75,8 +75,8 @@ RECOGNIZED: tuple[Pass, ...] = (
         "It finds modules that compute a norm or an activation, and makes one call of each.",
     ),
     Pass(
-        "experts_without_weights",
-        experts.experts_without_weights,
+        "identity_experts",
+        experts.identity_experts,
         "It finds experts of which the last ones give what they are given, and makes a sum of these.",
         needed="the op for experts and transformers' functions expect weights of every expert",
     ),
@@ -84,7 +84,7 @@ RECOGNIZED: tuple[Pass, ...] = (
         "stacked_experts",
         experts.stacked_experts,
         "It finds experts that compute what `fused_experts` does, and makes one call of each mixture.",
-        {"experts_without_weights": "the op takes weights of every expert"},
+        {"identity_experts": "the op takes weights of every expert"},
         needed="it refuses loops over experts that compute what no call here does",
     ),
     Pass(
@@ -93,8 +93,8 @@ RECOGNIZED: tuple[Pass, ...] = (
         "It finds modules that compute `gated_rms_norm` of two inputs, and makes one call of each.",
     ),
     Pass(
-        "functions",
-        modules.functions,
+        "activation_functions",
+        modules.activation_functions,
         "It finds PyTorch's activations that kernels have, and makes calls of one mark of them.",
         {
             "module_formulas": "a module is compared as a whole, and then holds no other mark",
@@ -121,8 +121,8 @@ RECOGNIZED: tuple[Pass, ...] = (
         "It finds writes from one axis of positions to another that is alike, and leaves them out.",
     ),
     Pass(
-        "turned_back",
-        views.turned_back,
+        "inverse_transposes",
+        views.inverse_transposes,
         "It finds pairs of transposes that undo each other, and leaves them out.",
     ),
     NO_CHANGE,
@@ -132,7 +132,7 @@ RECOGNIZED: tuple[Pass, ...] = (
         "It finds products of a matrix with columns, and makes products of rows of them.",
         {
             "constant_views": "a transposed weight is a view of the model's tensor",
-            "turned_back": "the transposes that it makes are there for what reads columns",
+            "inverse_transposes": "the transposes that it makes are there for what reads columns",
         },
     ),
     Pass(
@@ -157,7 +157,7 @@ RECOGNIZED: tuple[Pass, ...] = (
         scaled_experts.scaled_experts,
         "It finds experts that are all given rows times shares, and runs the chosen experts alone.",
         {
-            "functions": "the activation between the products is looked for as a mark",
+            "activation_functions": "the activation between the products is looked for as a mark",
             "matrix_products": "the router's logits are looked for as what a mark gives",
         },
     ),
