@@ -18,9 +18,12 @@ from transformers import AutoModelForCausalLM
 from hf_fastpath import traffic
 from hf_fastpath.architecture import Architecture, architectures
 from hf_fastpath.bench import shapes
+from hf_fastpath.decode import passes as of_steps
 from hf_fastpath.decode.described import model_part
+from hf_fastpath.decode.pass_table import PassTable
 from hf_fastpath.quantization import FORMATS, quantize
 from hf_fastpath.reasons import REASONS
+from hf_fastpath.recording.passes import PASSES as OF_RECORDINGS
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # when the file is loaded by its path, as tests do
@@ -42,6 +45,18 @@ RECORD = "make test-full JOBS=0 TESTS=tests/patches ARGS='-k golden_matrix --rec
 def reason_codes() -> str:
     """Return a table of every reason code, what it means and what helps."""
     return markdown_table(("code", "meaning", "what helps"), [(f"`{code}`", *REASONS[code]) for code in REASONS])
+
+
+def passes(table: PassTable) -> str:
+    """Return a table of passes in their order, what each finds, and which passes it comes behind and why."""
+    rows = []
+    for row, key in zip(table, table.keys):
+        first = table[row.name]
+        behind = [f"`{name}`: {why}" for name, why in row.after.items() if not row.again or name not in first.after]
+        finds = f"Once more: {row.again}" if row.again else row.finds
+        needed = f" It cannot be switched off: {row.needed}." if row.needed and not row.again else ""
+        rows.append((f"`{key}`", finds + needed, "; ".join(behind)))
+    return markdown_table(("pass", "what it finds, and makes of it", "comes behind"), rows)
 
 
 def _described(architecture: Architecture) -> tuple[str, str]:
@@ -214,6 +229,10 @@ OF_MODELS = [name for name in MACHINES if name.startswith("models on ")]
 #: page -> name of a generated part -> function that makes the part
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"sizes": sizes},
+    "lab/recording.md": {
+        "passes over recordings": partial(passes, OF_RECORDINGS),
+        "passes over steps": partial(passes, of_steps.PASSES),
+    },
     "model-speeds.md": {
         **{name: partial(measured, name) for name in OF_MODELS},
         "encoder-decoders": encoder_decoders,

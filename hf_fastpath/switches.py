@@ -19,6 +19,11 @@ def word(name: str) -> str | None:
     return None if value is None else value.strip().lower()
 
 
+def text(name: str) -> str:
+    """Return the value of the variable ``name`` as it is; "" if it is not set."""
+    return os.environ.get(name, "")
+
+
 def is_on(name: str, default: bool = False) -> bool:
     """Whether the variable ``name`` switches on: its value is none of :data:`OFF`; ``default`` if it is not set."""
     value = word(name)
@@ -26,8 +31,9 @@ def is_on(name: str, default: bool = False) -> bool:
 
 
 def all_set(prefix: str = "HF_FASTPATH_") -> dict[str, str]:
-    """Return the package's variables that are set, but those that say where and how kernels are built, with values."""
-    left_out = ("CACHE", "BUILD", "TARGETS", "CUDA_ARCHS")
+    """Return the package's variables that are set, but those that say where and how kernels are built, and where files
+    are written, with values."""
+    left_out = ("CACHE", "BUILD", "TARGETS", "CUDA_ARCHS", "DUMP")
     names = (name for name in os.environ if name.startswith(prefix) and name.removeprefix(prefix) not in left_out)
     return {name: word(name) or "" for name in sorted(names)}
 

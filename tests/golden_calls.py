@@ -17,9 +17,7 @@ import csv
 import hashlib
 import sys
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -30,8 +28,7 @@ from models import build
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
-from hf_fastpath.decode.named_calls import Call, Norm, Register, parameters
-from hf_fastpath.ops.kv_cache import KVCache
+from hf_fastpath.decode.call_text import texts
 from hf_fastpath.patching.state import state_of
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "data" / "golden_calls.csv"
@@ -54,36 +51,6 @@ def cases() -> Iterator[str]:
             yield from (f"{name}-bf16-{weights}-1" for weights in WEIGHTS if weights != "own")
 
 
-def _text(value: Any, makers: dict[int, int]) -> str:
-    if isinstance(value, Register):
-        return f"%{makers.get(value.index, '')}"
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, (Norm, KVCache)):
-        inside = (f"{name}={_text(each, makers)}" for name, each in vars(value).items())
-        return f"{type(value).__name__}({', '.join(inside)})"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_text(each, makers) for each in value)}]"
-    return "function" if callable(value) else str(value)
-
-
-def _text_of(call: Call, makers: dict[int, int]) -> str:
-    """Return a call as text, its arguments in the op's order, without those that have their default."""
-    known = parameters(call.op)
-    named = dict(call.arguments)
-    if (packed := named.pop("packed", None)) is not None:
-        named |= {name: attrgetter(attribute)(packed) for name, attribute in packed.PARTS.items()}
-    values = {name: named.pop(name) for name in sorted(named) if name not in known and named[name] is not None}
-    given = {name: named[name] for name in known if name in named}
-    plain = (each for each in given if not _is_default(given[each], known[each]))
-    arguments = {name: given[name] for name in plain} | values
-    return f"{call.name}({', '.join(f'{name}={_text(each, makers)}' for name, each in arguments.items())})"
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return isinstance(value, (type(None), int, float, str)) and value == default  # numbers stand for choices
-
-
 def calls_of(case: str) -> list[str]:
     """Return the final calls of a step as text; the reason in their place if there is no step."""
     name, dtype, weights, batch = case.rsplit("-", 3)
@@ -97,8 +64,7 @@ def calls_of(case: str) -> list[str]:
     plan = next((each for each in state_of(model).plans if each.batch == int(batch)), None)
     if plan is None:
         return [str(hf_fastpath.report(model).stats["reasons"])]
-    makers = {call.out.index: place for place, call in enumerate(plan.program.calls)}
-    return [_text_of(call, makers) for call in plan.program.calls]
+    return texts(plan.program.calls)
 
 
 def row_of(case: str) -> dict[str, str]:

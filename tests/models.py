@@ -20,7 +20,6 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastpath
 from hf_fastpath.architecture import Architecture, architectures
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import passes
 from hf_fastpath.native import loader
 from hf_fastpath.patching import families
 
@@ -454,5 +453,4 @@ def hidden_files() -> Iterator[None]:
 
 def without_one_call(monkeypatch) -> None:
     """Let steps be one op after the other, even if one op could do all layers."""
-    others = tuple(each for each in passes.PASSES if each is not passes.one_call)
-    monkeypatch.setattr(passes, "PASSES", others)
+    monkeypatch.setenv("HF_FASTPATH_PASSES", "-one_call")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from .. import ops
 from ..choices import Activation
 from ..ops.decode_layers import LAYER_TENSORS, OUTER_TENSORS, sizes, weight_reasons
 from ..ops.kv_cache import KVCache
-from .named_calls import Call, Norm, Register, Step, read_by
+from .named_calls import Call, Norm, Step, read_by
+from .pass_table import CallList
 
 #: the ops of a layer's calls in order, for plain weights and for quantized ones
 _KINDS = (
@@ -112,27 +112,27 @@ def _found(calls: list[Call]) -> tuple[int, list[_Layer]]:
     return start, layers
 
 
-def one_call(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
+def one_call(listing: CallList, step: Step) -> None:
     """Pass: make one call of layers that are alike; ``ops.decode_layers`` takes the head behind them as well."""
+    calls = listing.calls
     start, layers = _found(calls) if step.one_call else (0, [])
     if not layers:
-        return calls
+        return
     end = start + 5 * len(layers)
     if layers[0].calls[0].op is ops.packed_qkv_rope_append.overload:
-        arguments = _packed_layers(layers)
-        if arguments is None:
-            return calls
-        made = Call(ops.packed_layers.overload, arguments, calls[end - 1].out)
-        return [*calls[:start], made, *calls[end:]]
+        if (arguments := _packed_layers(layers)) is not None:
+            made = Call(ops.packed_layers.overload, arguments, calls[end - 1].out)
+            listing.calls = [*calls[:start], made, *calls[end:]]
+        return
     arguments = _decode_layers(layers, calls[end].arguments)
     if calls[end].op is not ops.gemv.overload or arguments is None:
-        return calls
+        return
     inside, behind = calls[start:end], calls[end + 1 :]
     read_behind = {register.index for call in behind for register in read_by(call)}
     if any(call.out.index in read_behind for call in inside):
-        return calls  # a product that the layers' result is added to behind it, and no head
+        return  # a product that the layers' result is added to behind it, and no head
     made = Call(ops.decode_layers.overload, arguments, calls[end].out)
-    return [*calls[:start], made, *behind]
+    listing.calls = [*calls[:start], made, *behind]
 
 
 def _shared(layers: list[_Layer]) -> dict[str, Any]:

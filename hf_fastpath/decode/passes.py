@@ -1,7 +1,7 @@
 """Passes over the calls of a step, in their order.
 
-A pass takes a list of calls and gives another list that computes the same. A pass makes new registers with
-``register``, and looks at the :class:`.named_calls.Step` to see whether it applies.
+A pass changes a :class:`.pass_table.CallList` so that it computes the same, and looks at the
+:class:`.named_calls.Step` to see whether it applies.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from .. import ops
 from ..quantization import PackedWeight
 from .named_calls import Call, Register, Step
 from .one_call import one_call
+from .pass_table import CallList, Pass, PassTable, declare
 from .rank_calls import through_peers
-
-Pass = Callable[[list[Call], Callable[[], Register], Step], list[Call]]
 
 #: product -> its argument that is the matrix, or the matrices, it reads
 _MATRIX = {
@@ -36,23 +35,47 @@ _PREFETCHES = {
 _BETWEEN = (ops.rms_norm.overload, ops.sum_ranks.overload)
 
 
-def prefetch_next_weight(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
+def prefetch_next_weight(listing: CallList, step: Step) -> None:
     """Tell every product which matrix the next product reads, also with a norm or a sum over ranks between the two."""
     if step.programmatic_launch:
-        for call, following in pairwise(call for call in calls if call.op not in _BETWEEN):
+        for call, following in pairwise(call for call in listing.calls if call.op not in _BETWEEN):
             if following.op in _PREFETCHES.get(call.op, ()):
                 matrix = following.arguments[_MATRIX[following.op]]
                 matrix = matrix[0] if isinstance(matrix, (list, tuple)) else matrix
                 call.arguments["next_weight"] = matrix.quants if isinstance(matrix, PackedWeight) else matrix
-    return calls
 
 
-#: the passes of a step in order; a new op that replaces several calls is one more entry
-PASSES: tuple[Pass, ...] = (one_call, through_peers, prefetch_next_weight)
+#: the passes of a step in order; a new op that replaces several calls is one more row
+PASSES = declare(
+    PassTable(
+        "the calls of a step",
+        (
+            Pass(
+                "one_call",
+                one_call,
+                "It finds layers that are alike, and makes one call of an op for all layers of them.",
+            ),
+            Pass(
+                "through_peers",
+                through_peers,
+                "It finds what ranks put together, and sends that through the GPUs' memory instead of a collective.",
+            ),
+            Pass(
+                "prefetch_next_weight",
+                prefetch_next_weight,
+                "It finds two products in a row, and lets the first prefetch what the second reads.",
+                {
+                    "one_call": "products that become part of an op are gone, and nothing is to be fetched for them",
+                    "through_peers": "a sum over the GPUs' memory may lie between two products, a collective may not",
+                },
+            ),
+        ),
+    )
+)
 
 
 def passed(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
     """Apply all passes to ``calls``."""
-    for each in PASSES:
-        calls = each(calls, register, step)
-    return calls
+    listing = CallList(calls, register)
+    PASSES.apply(listing, step, f"step-of-{step.rows}-rows")
+    return listing.calls

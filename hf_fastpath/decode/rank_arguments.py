@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from .pass_table import switched_off
 
 #: arguments that may differ between ranks: who listens to the tokens, and what makes text of them
 _OWN = frozenset({"streamer", "tokenizer", "assistant_tokenizer"})
@@ -49,6 +50,7 @@ def state_of_run(model: nn.Module) -> dict[str, Any]:
         "dtypes of the model": sorted({str(each.dtype) for each in parameters}),
         "autocast": casts,
         "model.training": model.training,
+        "passes that are switched off": sorted(switched_off()),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +10,8 @@ from torch import nn
 from .. import ops
 from ..compat import ShardStyle
 from ..ops.peers import ELEMENTS
-from .named_calls import Call, Register, Step
+from .named_calls import Call, Step
+from .pass_table import CallList
 from .ranks import MOST_SENT, SLOTS, Ranks
 
 #: where a module of a local model keeps how it is spread
@@ -106,16 +106,17 @@ def _is_sendable(call: Call, step: Step) -> bool:
     return step.rows * shard.features * shard.dtype.itemsize <= MOST_SENT
 
 
-def through_peers(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
+def through_peers(listing: CallList, step: Step) -> None:
     """Pass: in a step that is captured, send through the GPUs' memory what ranks put together.
 
     The first such call of a step uses the first slot, and the last one the last slot; see ``ranks.SLOTS``.
     """
     if not step.programmatic_launch:
-        return calls
+        return
+    calls = listing.calls
     found = [place for place, call in enumerate(calls) if _is_sendable(call, step)]
     if len(found) < 2:
-        return calls
+        return
     made = list(calls)
     for number, place in enumerate(found):
         call, shard = calls[place], calls[place].arguments["shard"]
@@ -125,4 +126,4 @@ def through_peers(calls: list[Call], register: Callable[[], Register], step: Ste
         others = {name: value for name, value in call.arguments.items() if name != "shard"}
         op = ops.sum_ranks.overload if call.op is summed else ops.gather_ranks.overload
         made[place] = replace(call, op=op, arguments=others | through)
-    return made
+    listing.calls = made

@@ -73,7 +73,8 @@ def patch(
     Raises:
         UnsupportedModelError: nothing in the model could be patched, there are no compiled kernels for its device, or
             its architecture file names a class that the installed transformers lacks.
-        ValueError: an argument has no valid value, or the model is patched already with other options.
+        ValueError: an argument or ``HF_FASTPATH_PASSES`` has no valid value, or the model is patched already with other
+            options.
         RankError: the model is spread over processes, and another one was given other options, has failed, or has not
             come to its patch() in time; the model is as it was.
         TypeError: ``model`` is not a module.

@@ -13,6 +13,7 @@ from torch import nn
 from .. import compat, switches
 from .._version import __version__
 from ..decode import ranks as over
+from ..decode.pass_table import switched_off
 from ..decode.rank_arguments import state_of_run
 from ..decode.ranks import Ranks
 from ..errors import RankError, lacking
@@ -55,7 +56,9 @@ def check_options(model: nn.Module, options: Options, puts_weights: bool) -> Non
 
     Raises:
         RankMismatch: they differ.
+        ValueError: ``HF_FASTPATH_PASSES`` names no pass, or one that cannot be switched off.
     """
+    switched_off()
     if (ranks := _ranks_of(model)) is None:
         return
     facts = {each.name: _text(getattr(options, each.name)) for each in dataclasses.fields(options)}

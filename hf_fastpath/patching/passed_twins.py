@@ -29,6 +29,7 @@ from torch import nn
 
 from .. import compat
 from ..compat import transformers_version
+from ..decode.pass_table import switched_off
 from ..native import build_cache, loader
 from ..native.toolchain import BuildError
 from ..recording import proof
@@ -141,12 +142,13 @@ def _module_of(frame: types.FrameType) -> tuple[str, str] | None:
 
 def key_of(twin: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     """Return a hash of a twin's config and sizes, of the code of its classes, of this package and of transformers'
-    loops and caches, of the kernels, of versions, and of the device and the dtype that the twin is tried on."""
+    loops and caches, of the kernels, of versions, of the passes that are switched off, and of the device and the dtype
+    that the twin is tried on."""
     config = {name: value for name, value in twin.config.to_dict().items() if name != "_name_or_path"}
     sizes = {name: list(each.shape) for name, each in twin.named_parameters()}
     chosen = [getattr(twin.config, f"_{seam}_implementation", None) for seam in ("attn", "experts")]
     versions = [transformers_version(), transformers.__version__, torch.__version__, sympy.__version__, sys.version]
-    known = [config, sizes, chosen, versions, _device(device), str(dtype)]
+    known = [config, sizes, chosen, versions, _device(device), str(dtype), sorted(switched_off())]
     digest = hashlib.sha256(json.dumps(known, default=str).encode())
     digest.update(_own_code() or b"")
     modules = {base.__module__ for each in _classes(twin) for base in each.__mro__[:-1]}

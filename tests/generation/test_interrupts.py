@@ -27,6 +27,7 @@ FILES = (
     "decode/named_calls.py",
     "decode/passes.py",
     "decode/lower.py",
+    "decode/pass_table.py",
     "decode/many_rows.py",
     "decode/one_call.py",
     "cache/fastpath_cache.py",

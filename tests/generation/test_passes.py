@@ -21,6 +21,7 @@ from hf_fastpath.decode.attend import Attention, attend
 from hf_fastpath.decode.lower import Lower
 from hf_fastpath.decode.named_calls import Call, Norm, Register, Step, in_order, run
 from hf_fastpath.decode.one_call import one_call
+from hf_fastpath.decode.pass_table import CallList
 from hf_fastpath.decode.passes import PASSES, prefetch_next_weight
 from hf_fastpath.decode.positions import Positions
 from hf_fastpath.decode.program import Program
@@ -92,6 +93,13 @@ def test_no_norm_and_no_residual_are_defaults():
 # ---- a step of a model -------------------------------------------------------------------------------------
 
 
+def behind(each: Callable, program: Program, step: Step) -> list[Call]:
+    """Return the calls of a program behind a pass; the program keeps its own."""
+    listing = CallList(program.calls, program.register)
+    each(listing, step)
+    return listing.calls
+
+
 class Recorded:
     """The calls of a step over a small model's layers before any pass, with what is needed to run them.
 
@@ -125,7 +133,7 @@ class Recorded:
 
     def through(self, each: Callable, step: Step) -> list[Call]:
         """Apply one pass; return the calls, which the program keeps."""
-        self.program.calls = each(self.program.calls, self.program.register, step)
+        self.program.calls = behind(each, self.program, step)
         return self.program.calls
 
     @torch.inference_mode()
@@ -150,16 +158,16 @@ LAYER = ["qkv_rope_append", "decode_attention", "gemv", "gemv_swiglu", "gemv"]
 
 
 def test_passes_have_an_order():
-    assert [each.__name__ for each in PASSES] == [
+    assert [each.name for each in PASSES] == [
         "one_call", "through_peers", "prefetch_next_weight",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("each", PASSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("each", list(PASSES), ids=lambda each: each.name)
 def test_a_pass_that_is_not_asked_changes_nothing(each):
     made, _ = recorded()
     before = list(made.program.calls)
-    after = made.through(each, Step(rows=BATCH))
+    after = made.through(each.run, Step(rows=BATCH))
     assert all(map(lambda a, b: a is b, after, before)) and len(after) == len(before)
     assert made.names() == LAYER * len(made.part.layers) + ["gemv"]
 
@@ -310,7 +318,7 @@ def test_the_first_of_several_matrices_is_fetched():
     x, weights = program.register(), [torch.zeros(8, 8) for _ in range(4)]
     hidden = program.emit(ops.gemv.overload, x=x, weight=weights[0])
     program.emit(ops.joined_gemv.overload, x=hidden, weights=weights[1:])
-    first, second = prefetch_next_weight(program.calls, program.register, Step(rows=1, programmatic_launch=True))
+    first, second = behind(prefetch_next_weight, program, Step(rows=1, programmatic_launch=True))
     assert first.arguments["next_weight"] is weights[1] and "next_weight" not in second.arguments
 
 
@@ -328,9 +336,9 @@ def test_ranks_send_through_the_memory_of_gpus():
         program.emit(gathered, x=x, shard=odd)
         program.emit(gathered, x=x, shard=head)
         before = list(program.calls)
-        plain = through_peers(program.calls, program.register, Step(rows=1))
+        plain = behind(through_peers, program, Step(rows=1))
         assert plain == before and [call.op for call in plain] == [summed] * (count - 1) + [gathered] * 2
-        made = through_peers(program.calls, program.register, Step(rows=1, programmatic_launch=True))
+        made = behind(through_peers, program, Step(rows=1, programmatic_launch=True))
         assert [call.out for call in made] == [call.out for call in before]
         assert made[-2].op is gathered, "shards of different widths go through torch.distributed"
         sent = [call for call in made if call.op in (ops.sum_ranks.overload, ops.gather_ranks.overload)]
@@ -338,7 +346,7 @@ def test_ranks_send_through_the_memory_of_gpus():
         assert len(sent) == count and slots[0] == 0 and slots[-1] == SLOTS - 1
         turns = slots * 2
         assert all(here != there for here, there in zip(turns, turns[1:])), slots
-        large = through_peers(program.calls, program.register, Step(rows=10**5, programmatic_launch=True))
+        large = behind(through_peers, program, Step(rows=10**5, programmatic_launch=True))
         assert large == before
 
 

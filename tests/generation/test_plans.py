@@ -65,7 +65,7 @@ def test_products_are_told_the_next_matrix(device, monkeypatch, weights):
     (plan,) = plans(ours)
     calls = plan.program.calls
     if device.type == "cpu":
-        prefetch_next_weight(calls, plan.program.register, Step(rows=2, programmatic_launch=True))
+        prefetch_next_weight(plan.program, Step(rows=2, programmatic_launch=True))
     layers = ours.model.layers
     expected = []
     if weights:

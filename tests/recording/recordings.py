@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.named_calls import Call, Norm
+from hf_fastpath.decode.pass_table import Pass
 from hf_fastpath.decode.rank_calls import gathered
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.probing import evaluate
@@ -300,14 +301,14 @@ def _turned(x, cos, sin, pairs):
     return torch.cat((part * cos + crossed * sin, rest), dim=-1)
 
 
-def through(recording: Recording, model: nn.Module, passes: Sequence[Callable[..., None]]) -> None:
-    """Put a recording through passes."""
+def through(recording: Recording, model: nn.Module, passes: Iterable[Pass | Callable[..., None]]) -> None:
+    """Put a recording through passes, rows of the table or their functions."""
     for each in passes:
-        each(recording, model)
+        (each.run if isinstance(each, Pass) else each)(recording, model)
         recording.drop_unread()
 
 
-def assert_same(recording: Recording, model: nn.Module, passes: Sequence[Callable[..., None]]) -> None:
+def assert_same(recording: Recording, model: nn.Module, passes: Iterable[Pass | Callable[..., None]]) -> None:
     """Put a recording through passes, and assert that each of them leaves what it computes as it was.
 
     Raises:
@@ -318,10 +319,11 @@ def assert_same(recording: Recording, model: nn.Module, passes: Sequence[Callabl
     assert all(torch.isfinite(each).all() and each.abs().max() > 0 for found in before for each in found)
     for each in passes:
         through(recording, model, [each])
+        name = each.name if isinstance(each, Pass) else each.__name__
         for place, expected in zip(places, before):
             for found, wanted in zip(computed(recording, *place), expected, strict=True):
                 same = found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
-                assert same, f"{each.__name__} changed what is computed: {found.flatten()[:4]}, {wanted.flatten()[:4]}"
+                assert same, f"{name} changed what is computed: {found.flatten()[:4]}, {wanted.flatten()[:4]}"
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------

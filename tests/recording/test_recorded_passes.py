@@ -44,7 +44,7 @@ _aten = torch.ops.aten
 functional = nn.functional
 
 
-@pytest.mark.parametrize("each", dict.fromkeys(PASSES), ids=lambda each: each.__name__)
+@pytest.mark.parametrize("each", {each.name: each for each in PASSES}.values(), ids=lambda each: each.name)
 def test_a_pass_that_finds_nothing_changes_nothing(each):
     def step(m, x, positions, cache):
         return torch.sin(x).cumsum(-1) * positions[..., None].exp() + x.flip(-1)
@@ -52,7 +52,7 @@ def test_a_pass_that_finds_nothing_changes_nothing(each):
     recording, model = recorded(step)
     before = [(call, call.op, call.out, dict(call.arguments)) for call in recording.calls]
     registers, last = len(recording.facts), recording.logits
-    each(recording, model)
+    each.run(recording, model)
     assert recording.logits is last and len(recording.facts) == registers
     assert len(recording.calls) == len(before) > 5
     for call, (same, op, out, arguments) in zip(recording.calls, before):
@@ -215,7 +215,7 @@ ACTIVATIONS = {
 )
 def test_activations(activation, module):
     recording, model = recorded(lambda m, x, *_: m.out(m.act(m.first(x))), act=module, first=linear(), out=linear())
-    assert_same(recording, model, [modules.module_formulas, modules.functions])
+    assert_same(recording, model, [modules.module_formulas, modules.activation_functions])
     assert names(recording) == ["linear", "activated", "linear"]
     assert calls_of(recording, marks.activated)[0].arguments["activation"] == activation
 
@@ -232,7 +232,7 @@ def test_activations(activation, module):
 )
 def test_activations_that_are_functions(activation, function):
     recording, model = recorded(lambda m, x, *_: m.out(function(x)), out=linear())
-    assert_same(recording, model, [modules.functions])
+    assert_same(recording, model, [modules.activation_functions])
     assert names(recording) == ["activated", "linear"]
     assert recording.calls[1].arguments["activation"] == activation
 
@@ -243,7 +243,7 @@ def test_activations_that_are_functions(activation, function):
 def test_other_activations_stay(module):
     recording, model = recorded(lambda m, x, *_: m.out(m.act(m.first(x))), act=module, first=linear(), out=linear())
     before = names(recording)
-    assert_same(recording, model, [modules.module_formulas, modules.functions])
+    assert_same(recording, model, [modules.module_formulas, modules.activation_functions])
     assert names(recording) == before and "activated" not in before
 
 
@@ -455,7 +455,9 @@ def test_what_is_computed_of_rows_is_computed_of_what_they_were():
     inside = dict(gate=linear(24), up=linear(24), down=linear(given=24), share=linear(1))
     for shape in ((1, 1), (2, 3)):
         recording, model = recorded(step, *shape, **inside)
-        assert_same(recording, model, [modules.functions, products.unflattened, views.no_change, products.gates])
+        assert_same(
+            recording, model, [modules.activation_functions, products.unflattened, views.no_change, products.gates]
+        )
         assert "view" not in names(recording) and "gated" in names(recording)
 
 
@@ -557,7 +559,7 @@ def _recorded_scaled(step):
     return recorded(step, 2, 1, **inside)
 
 
-SCALED = [modules.module_formulas, modules.functions, views.no_change, scaled_experts.scaled_experts]
+SCALED = [modules.module_formulas, modules.activation_functions, views.no_change, scaled_experts.scaled_experts]
 
 
 def test_experts_that_are_given_all_rows():
@@ -691,7 +693,7 @@ def test_slices_that_share_memory_that_is_written_stay_together():
 
 # ---- gates, activations and residuals -------------------------------------------------------------------------------
 
-FEED_FORWARD = [modules.module_formulas, modules.functions, views.no_change, products.split_products]
+FEED_FORWARD = [modules.module_formulas, modules.activation_functions, views.no_change, products.split_products]
 
 
 @pytest.mark.parametrize("act", (nn.SiLU(), nn.GELU(), nn.GELU("tanh")))
@@ -1212,7 +1214,7 @@ def test_residual_streams_in_float32(reads_the_sum):
     model = Decoder(_Stream(reads_the_sum)).bfloat16()
     recording = record(Skeleton(model), 1, 1)
     recording.drop_unread()
-    for each in (modules.functions, products.unflattened, views.no_change, norms.wide_residuals):
+    for each in (modules.activation_functions, products.unflattened, views.no_change, norms.float32_residuals):
         each(recording, model)
     made = calls_of(recording, marks.add_normed)
     assert len(made) == (0 if reads_the_sum else 1)
@@ -1227,7 +1229,13 @@ def test_a_learned_factor_behind_a_norm(of, is_one):
         return (x + m.norm(m.up(x))) * m.factor
 
     recording, model = recorded(step, norm=nn.RMSNorm(WIDTH, eps=1e-6), up=linear(), factor=parameter(of))
-    passes = [modules.functions, products.unflattened, views.no_change, products.residuals, norms.norm_factors]
+    passes = [
+        modules.activation_functions,
+        products.unflattened,
+        views.no_change,
+        products.residuals,
+        norms.norm_factors,
+    ]
     assert_same(recording, model, passes)
     assert names(recording) == ["linear", "normed"] + ([] if is_one else ["mul"])
     (call,) = calls_of(recording, marks.normed)

@@ -95,7 +95,7 @@ def _windows(m, x, cache, after=lambda sums: sums, before=lambda columns: column
     return m.out(after((rows * m.weight).sum(-1) + m.bias)[:, None])
 
 
-_STEPS = [modules.functions, views.no_change, states.short_convolutions]
+_STEPS = [modules.activation_functions, views.no_change, states.short_convolutions]
 
 
 def _recorded(after=lambda sums: sums, before=lambda columns: columns):

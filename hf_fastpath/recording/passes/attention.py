@@ -347,8 +347,8 @@ def flat_attention(recording: Recording, model: nn.Module) -> None:
     kinds = (marks.attend, marks.attend_encoded, marks.rotated_attention, marks.projected_attention)
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
-        if call.op in kinds:
-            fact = recording.fact(call.out)
+        fact = recording.fact(call.out) if call.op in kinds else None
+        if fact is not None and fact.dim() == 4:
             flat = recording.register(fact.new_empty(*fact.shape[:2], fact.shape[2] * fact.shape[3]))
             heads = Call(_aten.view.default, {"self": flat, "size": list(fact.shape)}, call.out)
             call.out = flat

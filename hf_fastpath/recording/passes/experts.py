@@ -30,7 +30,7 @@ _SCALES = (1.0, 30.0)
 _TOLERANCE = 1e-6
 
 
-def experts_without_weights(recording: Recording, model: nn.Module) -> None:
+def identity_experts(recording: Recording, model: nn.Module) -> None:
     """Pass: put a sum in the place of experts of which the last ones have no weights and give what they are given.
 
     A loop that knows such experts (LongCat-Flash) keeps matrices down of the others alone.

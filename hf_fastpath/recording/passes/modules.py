@@ -120,7 +120,7 @@ def _candidates(w: Any, b: Any, numbers: list[float]) -> Iterator[tuple[Any, dic
                 yield marks.normed, named, named | {"norm": Norm(kind, w, b, eps)}
 
 
-def functions(recording: Recording, model: nn.Module) -> None:
+def activation_functions(recording: Recording, model: nn.Module) -> None:
     """Pass: replace PyTorch's activations that kernels have by calls of one mark."""
     for call in recording.calls:
         activation = _FUNCTIONS.get(call.op)

@@ -17,7 +17,7 @@ from ..recording import Recording
 _aten = torch.ops.aten
 
 
-def wide_residuals(recording: Recording, model: nn.Module) -> None:
+def float32_residuals(recording: Recording, model: nn.Module) -> None:
     """Pass: make one call of a sum in float32, as Mamba keeps its residual stream, and the norm of the rounded sum."""
     users = recording.users()
     instead: dict[int, list[Call]] = {}

@@ -113,7 +113,7 @@ def no_change(recording: Recording, model: nn.Module) -> None:
     recording.rewrite({}, values)
 
 
-def turned_back(recording: Recording, model: nn.Module) -> None:
+def inverse_transposes(recording: Recording, model: nn.Module) -> None:
     """Pass: leave out pairs of transpositions that give back what was there before."""
     producers = recording.producers()
     values: dict[int, Any] = {}
