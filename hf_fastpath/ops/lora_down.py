@@ -24,7 +24,7 @@ def reference(
     norm_eps: float = 0.0,
     programmatic_launch: bool = False,
 ) -> torch.Tensor:
-    """Compute ``norm(x) @ weight.T`` in float32 for every weight, or in float64 if x is float64, the ranks side by side.
+    """Compute ``norm(x) @ weight.T`` in float32 for every weight, the ranks side by side.
 
     Args:
         x: [..., in_features] float32, float16 or bfloat16, 1 to 16 rows in all.
@@ -51,8 +51,8 @@ def fake(x, weights):
 
 
 def matrices_reasons(x: torch.Tensor, weights: Sequence[torch.Tensor], expected: str) -> list[str]:
-    """Return reasons why these are not 1 to MAX_MATRICES non-empty matrices of one dtype, x's or float32, with rows that
-    are contiguous; ``expected`` is their shape in words."""
+    """Return reasons why these are not 1 to MAX_MATRICES matrices of one dtype, x's or float32, that have elements and
+    contiguous rows; ``expected`` is their shape in words."""
     if not 1 <= len(weights) <= MAX_MATRICES:
         return [f"{len(weights)} weights, expected 1 to {MAX_MATRICES}: take the others in another call"]
     reasons = []

