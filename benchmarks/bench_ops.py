@@ -120,6 +120,8 @@ REFERENCE_NAMES = {
     "gated_rms_norm": "RMSNormGated",
     "head_products": "matmul",
     "router_logits": "casts, F.linear",
+    "lora_down": "norm, casts, F.linear of each, cat",
+    "lora_up": "casts, F.linear and add of each, gate",
     "latent_attention": "rope, products, softmax",
 }
 #: op -> {name of an alternative: function of a Sample}

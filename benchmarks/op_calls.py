@@ -437,6 +437,31 @@ def router_logits_call(name: str, num_experts: int, hidden_size: int) -> Call:
     return Call(name, arguments)
 
 
+def lora_down_call(name: str, k: int, ranks: tuple[int, ...]) -> Call:
+    """Make a call for one row behind an RMS norm; adapters are in float32, as PEFT keeps them."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        weights = [torch.randn(rank, k, device=device) * k**-0.5 for rank in ranks]
+        x, norm_weight = (torch.randn(1, 1, k, device=device, dtype=dtype) for _ in range(2))
+        return Sample(x, weights, "rms", norm_weight.flatten(), None, 1e-6, True)
+
+    return Call(name, arguments)
+
+
+def lora_up_call(name: str, rank: int, features: tuple[int, ...], gated: bool = False) -> Call:
+    """Make a call for one row in which each adapter, in float32, adds to the next ``features``."""
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        base = torch.randn(1, 1, sum(features), device=device, dtype=dtype)
+        hidden = torch.randn(1, 1, rank * len(features), device=device)
+        weights = [torch.randn(n, rank, device=device) * rank**-0.5 for n in features]
+        firsts = [sum(features[:place]) for place in range(len(features))]
+        behind = (None, "silu", True, True) if gated else (torch.randn_like(base), "none", False, True)
+        return Sample(base, hidden, weights, [2.0] * len(features), firsts, *behind)
+
+    return Call(name, arguments)
+
+
 def head_products_call(name: str, heads: int, keys: int, values: int, rank: int, transposed: bool) -> Call:
     """Make a call over the rows of keys, or of values, in a weight that holds both for each head."""
 

@@ -20,6 +20,8 @@ from op_calls import (
     inputs_call,
     joined_call,
     latent_call,
+    lora_down_call,
+    lora_up_call,
     packed_call,
     packed_qkv_call,
     packed_step_call,
@@ -277,6 +279,17 @@ SHAPES: dict[str, list[Call]] = {
     "router_logits": [
         router_logits_call("deepseek-v2-lite 64 experts", 64, 2048),
         router_logits_call("deepseek-v3 256 experts", 256, 7168),
+    ],
+    "lora_down": [
+        lora_down_call("llama-3.1-8b q, k, v of rank 16", 4096, (16,) * 3),
+        lora_down_call("llama-3.1-8b down of rank 16", 14336, (16,)),
+        lora_down_call("llama-3.1-70b down of rank 64", 28672, (64,)),
+    ],
+    "lora_up": [
+        lora_up_call("llama-3.1-8b q, k, v of rank 16", 16, (4096, 1024, 1024)),
+        lora_up_call("llama-3.1-8b o of rank 16", 16, (4096,)),
+        lora_up_call("llama-3.1-8b gate, up of rank 16", 16, (14336, 14336), gated=True),
+        lora_up_call("llama-3.1-70b gate, up of rank 64", 64, (28672, 28672), gated=True),
     ],
     "head_products": [
         head_products_call("deepseek-v2-lite queries", 16, 128, 128, 512, True),

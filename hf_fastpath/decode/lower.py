@@ -19,6 +19,7 @@ from ..compat import ShardStyle
 from ..ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS, most_rows
 from ..ops.joined_gemv import MAX_WEIGHTS
 from ..ops.kv_cache import KVCache
+from ..ops.lora_down import MAX_RANKS
 from ..quantization import PackedWeight
 from . import composed, many_rows
 from .attend import attend
@@ -178,7 +179,7 @@ class Lower:
     ) -> Any:
         """Emit a base product with adapters; products by ``down`` come first, as nothing waits for the base product."""
         added = dict(weights=adapters.up, scales=adapters.scales, firsts=adapters.firsts)
-        if self.many or not hasattr(ops, "lora_down"):
+        if self.many or sum(map(len, adapters.down)) > MAX_RANKS:
             out = base()
             given = dict(x=self._input(Product(x, PlainWeight(adapters.down[0]), norm=norm)), down=adapters.down)
             return self.emit(many_rows.with_adapters, base=out, **given, **added, **behind)

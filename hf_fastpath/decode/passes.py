@@ -32,11 +32,11 @@ _PREFETCHES = {
     ops.packed_gemv.overload: (ops.packed_gemv_swiglu.overload,),
 }
 #: calls that leave memory idle, so that the product in front of them fetches for the product behind them
-_BETWEEN = (ops.rms_norm.overload, ops.sum_ranks.overload)
+_BETWEEN = (ops.rms_norm.overload, ops.sum_ranks.overload, ops.lora_down.overload, ops.lora_up.overload)
 
 
 def prefetch_next_weight(listing: CallList, step: Step) -> None:
-    """Tell every product which matrix the next product reads, also with a norm or a sum over ranks between the two."""
+    """Tell every product which matrix the next product reads, also with a norm, adapters or a sum over ranks between."""
     if step.programmatic_launch:
         for call, following in pairwise(call for call in listing.calls if call.op not in _BETWEEN):
             if following.op in _PREFETCHES.get(call.op, ()):

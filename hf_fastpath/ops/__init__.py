@@ -24,6 +24,8 @@ from .head_products import SPEC as head_products
 from .joined_gemv import SPEC as joined_gemv
 from .latent_attention import SPEC as latent_attention
 from .layer_norm import SPEC as layer_norm
+from .lora_down import SPEC as lora_down
+from .lora_up import SPEC as lora_up
 from .packed_gemm import SPEC as packed_gemm
 from .packed_gemv import SPEC as packed_gemv
 from .packed_gemv_swiglu import SPEC as packed_gemv_swiglu
@@ -63,6 +65,8 @@ __all__ = [
     "joined_gemv",
     "latent_attention",
     "layer_norm",
+    "lora_down",
+    "lora_up",
     "packed_gemm",
     "packed_gemv",
     "packed_gemv_swiglu",

@@ -14,7 +14,7 @@ from . import (
     routers,
     shared_experts,
 )
-from .recognized import NO_CHANGE, UNFLATTENED
+from .recognized import ADAPTERS, NO_CHANGE, UNFLATTENED
 
 FUSED: tuple[Pass, ...] = (
     Pass(
@@ -73,11 +73,18 @@ FUSED: tuple[Pass, ...] = (
         "`unflattened` has put views behind calls, in front of other views.",
         {"unflattened#2": "it makes these views"},
     ),
+    ADAPTERS.once_more(
+        "Behind attention, a base product and its adapter may have taken rows of different views.",
+        {"unflattened#2": "it lets both take attention's own rows"},
+    ),
     Pass(
         "router_logits",
         routers.router_logits,
         "It finds products in float32 of rows that are cast for it, and makes `router_logits` of them.",
-        {"matrix_products": "they are looked for as marks"},
+        {
+            "matrix_products": "they are looked for as marks",
+            "adapters": "an adapter in float32 of 16-bit rows looks like a router",
+        },
     ),
     Pass(
         "routers",

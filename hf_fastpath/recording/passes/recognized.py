@@ -51,6 +51,17 @@ UNFLATTENED = Pass(
     },
 )
 
+ADAPTERS = Pass(
+    "adapters",
+    adapters.adapters,
+    "It finds LoRA beside a product, and makes one product of both, with a weight that has adapters.",
+    {
+        "matrix_products": "a base product may be one with a transposed matrix",
+        "unflattened": "the base product may take flattened rows, and an adapter the rows as they were",
+        "no_change": "a dropout that does nothing lies between an adapter and its input",
+    },
+)
+
 RECOGNIZED: tuple[Pass, ...] = (
     Pass(
         "position_biases",
@@ -167,16 +178,7 @@ RECOGNIZED: tuple[Pass, ...] = (
         "`unflattened` has put views behind calls, in front of other views.",
         {"unflattened": "it makes these views"},
     ),
-    Pass(
-        "adapters",
-        adapters.adapters,
-        "It finds LoRA beside a product, and makes one product of both, with a weight that has adapters.",
-        {
-            "matrix_products": "a base product may be one with a transposed matrix",
-            "unflattened": "the base product may take flattened rows, and an adapter the rows as they were",
-            "no_change": "a dropout that does nothing lies between an adapter and its input",
-        },
-    ),
+    ADAPTERS,
     Pass(
         "short_convolutions",
         states.short_convolutions,
