@@ -1,7 +1,6 @@
 // Checked lists of LoRA adapters' matrices. Torch-facing.
 #pragma once
 
-#include <limits>
 #include <vector>
 
 #include "common/lora.h"
@@ -9,7 +8,8 @@
 
 namespace hf_fastpath {
 
-constexpr int64_t kMaxElements = int64_t(1) << 31;  // of a matrix: its sizes are kept in 32 bits
+// Of a matrix, and of x or the base product: kernels count threads in 32 bits.
+constexpr int64_t kMaxLoraElements = int64_t(1) << 30, kMaxLoraFeatures = int64_t(1) << 26;
 
 // The matrices beside rows of type `dtype`. `rank_dim`: the dimension of a matrix that is its rank.
 inline LoraMatrices lora_matrices(const std::vector<Tensor>& weights, DType dtype, int rank_dim,
@@ -22,7 +22,7 @@ inline LoraMatrices lora_matrices(const std::vector<Tensor>& weights, DType dtyp
                   ": weights have another dtype than their input, and not float32");
   int64_t ranks = 0;
   for (const Tensor& weight : weights) {
-    STD_TORCH_CHECK(weight.dim() == 2 && weight.numel() > 0 && weight.numel() < kMaxElements,
+    STD_TORCH_CHECK(weight.dim() == 2 && weight.numel() > 0 && weight.numel() < kMaxLoraElements,
                     "hf_fastpath::", op, ": a weight is not a matrix of one or more elements");
     STD_TORCH_CHECK(dtype_of(weight, op) == matrices.dtype, "hf_fastpath::", op, ": weights differ in dtype");
     STD_TORCH_CHECK(weight.size(1) == 1 || weight.stride(1) == 1, "hf_fastpath::", op,
@@ -39,11 +39,10 @@ inline LoraMatrices lora_matrices(const std::vector<Tensor>& weights, DType dtyp
   return matrices;
 }
 
-// Rows of a tensor of one or more elements, its last dimension below 2^31; at most kMaxLoraRows.
+// Rows of a tensor of one or more elements, at most kMaxLoraFeatures each; at most kMaxLoraRows.
 inline int lora_rows(const Tensor& tensor, const char* op, const char* name) {
-  STD_TORCH_CHECK(
-      tensor.dim() >= 1 && tensor.numel() > 0 && tensor.size(-1) <= std::numeric_limits<int>::max(),
-      "hf_fastpath::", op, ": ", name, " is empty, or has too many features");
+  STD_TORCH_CHECK(tensor.dim() >= 1 && tensor.numel() > 0 && tensor.size(-1) <= kMaxLoraFeatures,
+                  "hf_fastpath::", op, ": ", name, " is empty, or has too many features");
   const int64_t rows = tensor.numel() / tensor.size(-1);
   STD_TORCH_CHECK(rows <= kMaxLoraRows, "hf_fastpath::", op, ": ", name, " has ", rows,
                   " rows, expected 1 to ", kMaxLoraRows, ": use nn.Linear");

@@ -1,14 +1,11 @@
 // What: the products of x with the matrices of low rank of LoRA adapters, behind a norm of x.
 // Work split: grid (ranks of all matrices, groups of up to four rows of x). The threads of a block share one
-// row
-//   of a matrix, which is on its way, as are the norm's weights, while the kernel in front still runs; their
-//   sums meet in shared memory. Every block norms x by itself: an RMS norm's factor is applied to the sum.
-//   Layer norm reads x twice, because a mean that is not small would cancel in one pass.
+//   row of a matrix, which is on its way, as are the norm's weights, while the kernel in front still runs;
+//   their sums meet in shared memory. Every block norms x by itself: an RMS norm's factor is applied to the
+//   sum. Layer norm reads x twice, because a mean that is not small would cancel in one pass.
 // Traffic: ranks * inputs * sizeof(W), once for four rows; x and the norm's weights come out of L2 for every
 //   block.
 // Roofline: latency of one load of x behind the kernel in front: the matrices are a few hundred KB.
-
-#include <type_traits>
 
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
@@ -19,12 +16,11 @@
 namespace hf_fastpath {
 namespace {
 
-// Small blocks, where inputs are few, start beside the kernel in front.
-constexpr int kMinThreads = 128, kFewThreads = 512;
-// A row of 28,672 inputs in 16 bits is one window of kAhead accesses a thread. Several rows of x take more
-// registers than so many threads have.
+constexpr int kMinThreads = 128;
+constexpr int kMaxThreads = 1024, kMaxWarps = kMaxThreads / kWarpSize;
+// Accesses of each row that a thread has in flight: 16,384 inputs of one row in 16 bits are one window.
 template <int kBatch>
-constexpr int kMaxThreads = kBatch == 1 ? 1024 : 512;
+constexpr int kTurns = kBatch == 1 ? 2 : 1;
 constexpr int kMaxBatch = 4;     // rows of x a block: as many warps end the sums
 constexpr int kLineBytes = 128;  // of L2
 static_assert(kMaxBatch * kWarpSize <= kMinThreads, "a warp for each row");
@@ -37,19 +33,13 @@ __device__ __forceinline__ int matrix_of(const LoraMatrices& matrices, int rank)
   return found;
 }
 
-// Accesses of a thread in flight; a float32 matrix takes two for one of x in 16 bits.
-template <int kParts>
-constexpr int kAhead = 4 / kParts;
-
 // kElems: of x, an access.
 template <class T, class W, int kElems, int kBatch>
-__global__ void __launch_bounds__(kMaxThreads<kBatch>)
-    lora_down_kernel(const __grid_constant__ LoraDownParams p) {
+__global__ void __launch_bounds__(kMaxThreads) lora_down_kernel(const __grid_constant__ LoraDownParams p) {
   using X = Chunk<T, kElems>;
   constexpr int kElemsOfWeight = kElems == 1 ? 1 : kVecElems<W>;
-  constexpr int kParts = kElems / kElemsOfWeight, kTurns = kAhead<kParts>;
+  constexpr int kParts = kElems / kElemsOfWeight;
   using C = Chunk<W, kElemsOfWeight>;
-  constexpr int kMaxWarps = kMaxThreads<kBatch> / kWarpSize;
   __shared__ double dots[kBatch][kMaxWarps];
   __shared__ float squares[kBatch][kMaxWarps], shifts[kMaxWarps], means[kBatch][kMaxWarps];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
@@ -66,11 +56,11 @@ __global__ void __launch_bounds__(kMaxThreads<kBatch>)
     return static_cast<const T*>(p.x) + int64_t(min(first_row + b, p.rows - 1)) * inputs + i;
   };
 
-  typename C::Raw raw[kTurns][kParts];
-  typename X::Raw factors[kTurns];
+  typename C::Raw raw[kTurns<kBatch>][kParts];
+  typename X::Raw factors[kTurns<kBatch>];
   const auto load = [&](int start) {
 #pragma unroll
-    for (int a = 0; a < kTurns; ++a) {
+    for (int a = 0; a < kTurns<kBatch>; ++a) {
       const int i = start + a * turn + own;
 #pragma unroll
       for (int part = 0; part < kParts; ++part)
@@ -80,7 +70,7 @@ __global__ void __launch_bounds__(kMaxThreads<kBatch>)
   };
   allow_next_kernel();
   load(0);
-  for (int64_t i = int64_t(kTurns) * turn + threadIdx.x * (kLineBytes / sizeof(W)); i < inputs;
+  for (int64_t i = int64_t(kTurns<kBatch>) * turn + threadIdx.x * (kLineBytes / sizeof(W)); i < inputs;
        i += blockDim.x * (kLineBytes / sizeof(W)))
     prefetch_l2(weight + i);
   wait_for_previous_kernel();
@@ -107,18 +97,26 @@ __global__ void __launch_bounds__(kMaxThreads<kBatch>)
 
   float sums[kBatch] = {}, square_sums[kBatch] = {}, shift = 0.f;
 #pragma unroll 1
-  for (int start = 0; start < inputs; start += kTurns * turn) {
+  for (int start = 0; start < inputs; start += kTurns<kBatch> * turn) {
     if (start > 0) load(start);
+    typename X::Raw x_raw[kBatch][kTurns<kBatch>];  // all on their way before the first is waited for
 #pragma unroll
-    for (int a = 0; a < kTurns; ++a) {
+    for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+      for (int a = 0; a < kTurns<kBatch>; ++a) {
+        const int i = start + a * turn + own;
+        x_raw[b][a] = i < inputs ? X::load_l2(x_at(b, i)) : X::zero();
+      }
+#pragma unroll
+    for (int a = 0; a < kTurns<kBatch>; ++a) {
       const int i = start + a * turn + own;
-      if (i >= inputs) break;
+      const bool present = i < inputs;
       float w[kParts][kElemsOfWeight], scaled[kElems];
 #pragma unroll
       for (int part = 0; part < kParts; ++part) C::unpack(raw[a][part], w[part]);
 #pragma unroll
       for (int e = 0; e < kElems; ++e) scaled[e] = w[e / kElemsOfWeight][e % kElemsOfWeight];
-      if (is_layer && norm_bias) {
+      if (is_layer && norm_bias && present) {
         float bias[kElems];
         X::unpack(X::load_shared_line(norm_bias + i), bias);
 #pragma unroll
@@ -132,11 +130,12 @@ __global__ void __launch_bounds__(kMaxThreads<kBatch>)
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
+        const float center = present ? mean[b] : 0.f;  // what is absent is zero, and adds nothing
         float x[kElems];
-        X::unpack(X::load_l2(x_at(b, i)), x);
+        X::unpack(x_raw[b][a], x);
 #pragma unroll
         for (int e = 0; e < kElems; ++e) {
-          const float value = x[e] - mean[b];
+          const float value = x[e] - center;
           sums[b] = fmaf(scaled[e], value, sums[b]);
           square_sums[b] = fmaf(value, value, square_sums[b]);
         }
@@ -170,13 +169,10 @@ __global__ void __launch_bounds__(kMaxThreads<kBatch>)
 
 template <class T, class W, int kElems, int kBatch>
 void launch(const LoraDownParams& p, cudaStream_t stream) {
-  constexpr int kTurns = kAhead < kElems == 1 ? 1 : kElems / kVecElems < W >> ;
   const int accesses = (p.inputs + kElems - 1) / kElems;
-  // Two accesses a thread for the shortest latency, while blocks that small fit beside others.
-  int threads = (accesses + 1) / 2;
-  if (threads > kFewThreads) threads = max(kFewThreads, (accesses + kTurns - 1) / kTurns);
+  int threads = (accesses + kTurns<kBatch> - 1) / kTurns<kBatch>;
   threads = (threads + kWarpSize - 1) / kWarpSize * kWarpSize;
-  threads = min(kMaxThreads<kBatch>, max(kMinThreads, threads));
+  threads = min(kMaxThreads, max(kMinThreads, threads));
   const dim3 grid(p.matrices.ranks, (p.rows + kBatch - 1) / kBatch), block(threads);
   HF_FASTPATH_CUDA_CHECK(launch_programmatic(lora_down_kernel<T, W, kElems, kBatch>, grid, block, size_t(0),
                                              stream, p.programmatic_launch, p));

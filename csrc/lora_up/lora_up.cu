@@ -1,12 +1,11 @@
 // What: a base product plus what LoRA adapters add to it, then activation, gate and residual.
 // Work split: grid (blocks of features of out, groups of up to four rows). A group of 1 to 32 lanes, as many
-// as
-//   the rows of the matrices have accesses, takes one feature of out, or both that a gate multiplies. Its
+//   as the rows of the matrices have accesses, takes one feature of out, or both that a gate multiplies. Its
 //   first accesses of matrices are on their way while the kernel in front still runs. Rows of hidden lie in
-//   shared memory.
+//   shared memory, because every feature reads them.
 // Traffic: the matrices, once for four rows; base, residual and out once; hidden out of L2 for every block.
-// Roofline: latency of one load of hidden and base behind the kernel in front: the matrices are a few hundred
-// KB.
+// Roofline: latency of one load of hidden and base behind the kernel in front; the matrices are a few hundred
+//   KB, or, for wide projections and high ranks, as many MB as take longer than that.
 
 #include "common/activation.cuh"
 #include "common/async.cuh"
@@ -24,8 +23,8 @@ template <int kBatch>
 constexpr int kMinBlocks = kBatch == 1 ? 4 : 3;
 constexpr int kAhead = 4;     // accesses of a thread in flight before the wait, of both features of a gate
 constexpr int kMaxBatch = 4;  // rows a block: 32 KB of hidden at most
-constexpr int kThreadsOfSm =
-    1024;  // above which an SM would take threads in turns; they do more each instead
+// Threads that an SM runs at once, about: a call of more gives each more to do.
+constexpr int kThreadsOfSm = 4 * kThreads;
 
 // A lane's accesses of all matrices that reach one feature, one after the other.
 template <class W, int kElems>

@@ -1,7 +1,6 @@
 // What: sums of a base product and of adapters' products with short rows, then activation, gate and residual.
 // Work split: the glue gives every thread a range of outputs, of which kPiece at a time have their sums on
-// the
-//   stack. Eight rows of a matrix share a vector of the hidden row.
+//   the stack. Eight rows of a matrix share a vector of the hidden row.
 // Traffic: the matrices once (a piece's rows stay in cache for further rows of the base), base and out.
 // Roofline: memory bandwidth for weights that come from memory; short rows spend as long on adding up lanes.
 #include "common/avx2_math.h"
