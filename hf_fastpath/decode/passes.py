@@ -36,7 +36,7 @@ _BETWEEN = (ops.rms_norm.overload, ops.sum_ranks.overload, ops.lora_down.overloa
 
 
 def prefetch_next_weight(listing: CallList, step: Step) -> None:
-    """Tell every product which matrix the next product reads, also with a norm, adapters or a sum over ranks between."""
+    """Tell every product which matrix the next product reads, whatever small calls lie between them."""
     if step.programmatic_launch:
         for call, following in pairwise(call for call in listing.calls if call.op not in _BETWEEN):
             if following.op in _PREFETCHES.get(call.op, ()):
