@@ -15,7 +15,8 @@ from ..decode.parts import HeadPart
 from ..decode.plan_cache import PlanCache
 from ..decode.program import Program
 from ..decode.python_state import Walk
-from ..decode.source import StepInputs, WholeModel
+from ..decode.source import StepInputs
+from ..decode.whole_model import WholeModel
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
 from ..options import MAX_BATCH
@@ -76,7 +77,7 @@ class RecordedPart(WholeModel):
     def forget_recordings(self) -> None:
         """Forget what was recorded."""
         self._recordings: dict[tuple[int, int], Recording | Exception] = {}
-        self.verdict: tuple[Cause | None] | None = None
+        self.verdict: tuple[str | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
         self._moment = object()  # of no other part, as an id may be once this one is gone
 
