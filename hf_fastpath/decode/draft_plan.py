@@ -117,7 +117,7 @@ class DraftPlan(DecodePlan):
 class UnseenDrafts(Protocol):
     """Drafts that go from the assistant to the model without passing the host."""
 
-    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> int:
+    def draft(self, count: int, take: Callable[[int, torch.Tensor], object]) -> int:
         """Make at most ``count`` drafts, and return how many were made.
 
         If fewer are made, the device has passed them when this returns.

@@ -14,7 +14,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
 from .draft_plan import WIDTHS, DraftPlan
 from .plan import DecodePlan
-from .plan_by_length import PlanByLength
+from .plan_by_length import AnyPlan, PlanByLength
 from .snapshot import Snapshot, walk_of
 from .source import StepSource
 
@@ -107,9 +107,7 @@ class PlanCache:
 
     # ---- plans ------------------------------------------------------------------------------------------------
 
-    def decode_plan(
-        self, part: StepSource, batch: int, cache: FastpathCache, sampled: bool = False
-    ) -> DecodePlan | PlanByLength:
+    def decode_plan(self, part: StepSource, batch: int, cache: FastpathCache, sampled: bool = False) -> AnyPlan:
         """Take a decode plan for this model, batch and cache; it is the caller's until the caller ends it.
 
         A plan is made if other calls use those that fit, or the model's parameters have moved since.
