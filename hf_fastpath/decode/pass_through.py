@@ -209,7 +209,7 @@ def _tree(code: CodeType) -> ast.FunctionDef:
         raise _Unknown
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-            if min(node.lineno, *(line.lineno for line in node.decorator_list)) == code.co_firstlineno:
+            if min([node.lineno, *(line.lineno for line in node.decorator_list)]) == code.co_firstlineno:
                 return node
     raise _Unknown
 
