@@ -133,7 +133,8 @@ class RecordedPart(WholeModel):
     @functools.cached_property
     def layers(self) -> list[RecordedLayer]:
         recording = self.recording(1, 1)
-        producers, found = recording.producers(), {}
+        producers = recording.producers()
+        found: dict[int, RecordedAttention] = {}
         for call in recording.calls:
             if (attention := attention_of(recording, producers, call)) is not None:
                 found.setdefault(call.arguments["layer"], attention)
@@ -276,21 +277,23 @@ class RecordedPart(WholeModel):
         return None
 
     def length_bounds(self, end: int) -> list[int]:
-        return self.recording(1, 1).served.bounds(end)
+        served = self.recording(1, 1).served
+        assert served is not None, "a recorded step has them"
+        return served.bounds(end)
 
     def drafts_reason(self, first: int, end: int) -> str | None:
         """Return why drafts cannot be verified behind ``first`` to ``end - 1`` tokens in the cache, or None."""
         return self.shape_reason(1, MAX_QUERY_LEN) or self.by_length.drafts_reason(first, end)
 
     def _not_recorded(self, error: Exception, where: str = "") -> Cause:
-        is_known = isinstance(error, Unrecordable)
         self.is_passing = self.is_passing or isinstance(error, OUT_OF_MEMORY)
-        what = str(error) if is_known else f"{type(error).__name__}: {error}"
+        code = error.code if isinstance(error, Unrecordable) else Unrecordable.code
+        what = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
         if self.files_reason is not None:
             return self.files_reason
         if (layer := compat.foreign_layer(self.module)) is not None:  # such kernels take no tensors without data
             return odd_module(layer, f"{where}{what}")
-        return Cause(error.code if is_known else Unrecordable.code, f"{where}{what}", self.module)
+        return Cause(code, f"{where}{what}", self.module)
 
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
         """Return why the recorded step is not used, or None: so many sequences cannot be recorded, or it is wrong."""
