@@ -114,8 +114,8 @@ class DecodePlan:
             #: positions that the model has learned, or None: it turns queries and keys by any
             self._learned: int | None = None
             self._position_offset = 0
-            if part.learned_positions is not None:
-                self._learned, self._position_offset = part.learned_positions
+            if (learned := part.learned_positions) is not None:
+                self._learned, self._position_offset = learned
             self._logits = self._record(part)
             #: whether a call reads the cache where it is bound, instead of through a ``kv_table``
             self._reads_buffers = any(call.op in READING_BUFFERS for call in self.program.calls)

@@ -107,11 +107,12 @@ class StandIn:
         """Do as the model's forward for the arguments of ``prepare_inputs_for_generation``."""
         self._steps += 1
         part = self._part
-        if part is not None and self._asked is not None and not self._is_left and not self._is_known(part, inputs):
+        if part is None or self._is_left:
+            return self._by_stock(inputs)
+        if self._asked is not None and not self._is_known(part, inputs):
             self._state.stats.note(Cause("generation_method", self._asked))
             self._end()
             self._is_left = True
-        if self._is_left:
             return self._by_stock(inputs)
         tokens, whole = inputs[compat.text_name(self._model, "input_ids")], compat.cache_of(inputs, None)
         cache = compat.text_cache(whole)
