@@ -50,6 +50,8 @@ class FastpathCache(Cache):
     Source: transformers ``cache_utils.py@5.17``, ``DynamicCache``.
     """
 
+    layers: list[Any]  # FastpathLayer, StateLayer, or a layer that is both
+
     def __init__(self, config=None, kv_dtype: torch.dtype | None = None, page_size: int | None = None):
         if kv_dtype is not None and kv_dtype not in KV_DTYPES:
             raise ValueError(

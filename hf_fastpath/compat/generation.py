@@ -116,7 +116,7 @@ def sampling_settings(processors: Sequence[LogitsProcessor]) -> list[float] | No
     return settings if limits.tiny <= settings[0] <= 1 / limits.tiny else None
 
 
-def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> torch.Tensor:
+def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Return those of ``input_ids`` that the cache does not hold; the caller gives the whole text or only its new part.
 
     The mask's length tells which, as in ``GenerationMixin._prefill``.
@@ -127,7 +127,7 @@ def new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: di
     return input_ids[:, _past_len(model_kwargs[CACHE]) :] if covered == input_ids.shape[1] else input_ids
 
 
-def num_new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict) -> int:
+def num_new_tokens(input_ids: torch.Tensor, generation_config: Any, model_kwargs: Mapping[str, Any]) -> int:
     """Return how many tokens of a prompt the cache does not hold; embeddings in their place are always the whole
     text's."""
     embeds = model_kwargs.get("inputs_embeds")

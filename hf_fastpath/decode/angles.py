@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
 from ..ops.decode_attention import MAX_QUERY_LEN
 from .program import Program
+from .source import StepSource
 from .structure import ModelPart, full_angles
 
 #: rows of the first table of rotary angles, unless the model's longest context is shorter; a captured graph holds the
@@ -32,18 +33,24 @@ def angles_at(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> d
     Returns:
         Kind of layer -> (cos, sin), each [batch, query_len, rotary_dim].
     """
-    made = {}
+    made: dict[str | None, tuple] = {}
+    rotary: Any = part.rotary
     for kind in part.rope_kinds:
-        tables = part.rotary.forward(like, positions, *(() if kind is None else (kind,)))
+        tables = rotary.forward(like, positions, *(() if kind is None else (kind,)))
         made[kind] = tuple(full_angles(part.architecture, table.to(like.dtype)) for table in tables)
     return made
 
 
+def has_angles(part: StepSource) -> TypeGuard[ModelPart]:
+    """Whether a plan keeps tables of a model's angles: of what a file describes, unless it has no rotary embedding."""
+    return part.rotary is not None
+
+
 class _Run(NamedTuple):
-    """Neighboring positions in the tables: ``count`` positions from ``first`` on lie in the rows from ``row`` on."""
+    """Neighboring positions in the tables: ``size`` positions from ``first`` on lie in the rows from ``row`` on."""
 
     first: int
-    count: int
+    size: int
     row: int
 
 
@@ -73,7 +80,7 @@ class AngleTables:
 
     def find(self, position: int, count: int) -> _Run | None:
         """Return the run that holds ``count`` positions from ``position`` on, or None."""
-        held = (run for run in self._runs if run.first <= position and position + count <= run.first + run.count)
+        held = (run for run in self._runs if run.first <= position and position + count <= run.first + run.size)
         return next(held, None)
 
     def cover(self, positions: Sequence[int], count: int, length: int, expected: int) -> bool:
@@ -92,7 +99,7 @@ class AngleTables:
         usual = _ANGLE_ROWS.get(self._like.device.type, 0)
         if min(positions) >= 0 and last <= max(length + count, usual):
             wanted = max(usual, expected + max(positions) - length + 1)
-            known = sum(run.count for run in self._runs if run.first == run.row == 0)
+            known = sum(run.size for run in self._runs if run.first == run.row == 0)
             rows = max(last, 2 * known, min(wanted, self._longest, _MOST_ANGLE_ROWS))
             return self._fill((_Run(0, rows, 0),))
         starts = sorted({position - MAX_QUERY_LEN for position in positions})  # rejected drafts may go back this far
@@ -101,20 +108,20 @@ class AngleTables:
         runs: list[_Run] = []
         for start in starts:
             before = runs[-1] if runs else _Run(start, 0, 0)
-            if runs and start <= before.first + before.count:
-                runs[-1] = before._replace(count=start + each - before.first)
+            if runs and start <= before.first + before.size:
+                runs[-1] = before._replace(size=start + each - before.first)
             else:
-                runs.append(_Run(start, each, before.row + before.count))
+                runs.append(_Run(start, each, before.row + before.size))
         return self._fill(tuple(runs))
 
     def _fill(self, runs: tuple[_Run, ...]) -> bool:
         """Put ``runs`` into the tables, which are allocated anew if they are too short; return whether they were."""
         self._runs = ()  # until all rows are filled: an interrupt may come before
-        rows, moved = sum(run.count for run in runs), False
+        rows, moved = sum(run.size for run in runs), False
         with torch.inference_mode(False), torch.no_grad():
             for run in runs:
-                for first in range(0, run.count, _ANGLE_PIECE):
-                    end = min(first + _ANGLE_PIECE, run.count)
+                for first in range(0, run.size, _ANGLE_PIECE):
+                    end = min(first + _ANGLE_PIECE, run.size)
                     piece = torch.arange(run.first + first, run.first + end, device=self._like.device)[None]
                     made = angles_at(self._part, self._like, piece)
                     if rows > self._rows:

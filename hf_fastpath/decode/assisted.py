@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,7 +33,7 @@ from .calls import (
 )
 from .counted import by_stock
 from .draft_plan import DraftReader, StockReader
-from .drafts import PlanDrafts, StockDrafts
+from .drafts import Draft, PlanDrafts, StockDrafts
 from .eligibility import step_aside_reason, why_no_drafts
 from .patched import STATE_KEY, Patched
 from .source import StepSource
@@ -63,7 +63,8 @@ def decode(
     if reason is None and ranks is not None and runs_users_code(logits_processor, stopping_criteria, streamer):
         reason = Cause("generation_mode", "drafts and code of the user's own, for a model spread over processes")
     longest = input_ids.shape[1] if stopping_criteria.max_length is None else stopping_criteria.max_length
-    reason = reason or part.drafts_reason(min(input_ids.shape[1], longest) - 1, longest)
+    if reason is None and part is not None:
+        reason = part.drafts_reason(min(input_ids.shape[1], longest) - 1, longest)
     if reason is None:
         known = assistant_tokenizer is None and input_ids.shape[0] == 1
         if known and stopping_criteria.max_length is not None:
@@ -81,8 +82,11 @@ def decode(
         if generator is None:
             reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
     if ranks is not None:
-        reason = ranks.agreed(reason) or part.reason_of_ranks(state.plans, len(input_ids))
+        reason = ranks.agreed(reason)
+        if reason is None and part is not None:
+            reason = part.reason_of_ranks(state.plans, len(input_ids))
     if reason is None:
+        assert part is not None, "without one there is a reason"
         with state.plans.place() as is_free:
             if is_free:
                 objects = logits_processor, stopping_criteria, generation_config, streamer, generator
@@ -95,7 +99,7 @@ def decode(
     named |= dict(generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer)
     named |= dict(inputs_tensor=inputs_tensor, assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer)
     # only the way to draft is not ours: the modules' forwards read such drafts, over our cache
-    is_read_by_ours = reason == "generation_mode" and part.modules_use_cache
+    is_read_by_ours = reason == "generation_mode" and part is not None and part.modules_use_cache
     named |= dict(tokenizer=tokenizer, **(model_kwargs if is_read_by_ours else for_stock(model_kwargs)))
     return by_stock(state, input_ids, lambda: original(model, input_ids, **named), needs_modules=is_read_by_ours)
 
@@ -107,22 +111,6 @@ def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer:
     if input_ids.shape[0] > 1:
         return f"drafts for {input_ids.shape[0]} sequences"
     return "no max_length" if criteria.max_length is None else "another way to draft"
-
-
-class _Draft(NamedTuple):
-    """The draft of one round.
-
-    Attributes:
-        tokens: the drafted tokens that leave room for one token more.
-        scores: [tokens, vocab_size] that the tokens were chosen from, or None if there are none.
-        dropped: number of drafted tokens that had no room.
-        ends: the stopping criteria end the text behind the draft, and nothing follows if all of it is accepted.
-    """
-
-    tokens: list[int]
-    scores: torch.Tensor | None
-    dropped: int
-    ends: bool
 
 
 class _Call:
@@ -168,13 +156,14 @@ class _Call:
         reader: DraftReader | StockReader | None = None
         if self.runs_users_code or (isinstance(drafts, StockDrafts) and assistant is not None):  # it may have hooks
             watch = Watch(self.state, part)
+        now: StepSource | None = part  # None if stock code has to go on
         try:
             draft = self._propose(drafts) if self.begins_with_draft else None
             if watch is not None and watch.has_changed(self.device):
                 watch.look_again(self.ids, cache)
-                part, self.state = watch.part, watch.state
-            first = self._read_prompt(part, model_kwargs, starts)
-            reader = self._reader_of(part, model_kwargs, starts, keep)
+                now, self.state = watch.part, watch.state
+            first = self._read_prompt(now, model_kwargs, starts)
+            reader = self._reader_of(now, model_kwargs, starts, keep)
             done = self._begin(first.to(torch.float32, copy=True), draft, reader, cache)
             started, before = time.perf_counter(), self.length
             while not done:
@@ -229,7 +218,7 @@ class _Call:
         return torch.cat((self.text[:, :length], behind), dim=1).to(self.device)
 
     def _begin(
-        self, first: torch.Tensor, draft: _Draft | None, reader: DraftReader | StockReader, cache: FastpathCache
+        self, first: torch.Tensor, draft: Draft | None, reader: DraftReader | StockReader, cache: FastpathCache
     ) -> bool:
         """Append the token behind the prompt and what a draft behind the prompt adds; return whether to stop.
 
@@ -237,6 +226,7 @@ class _Call:
             first: [1, vocab_size] logits of the token behind the prompt.
         """
         if not self.plain:
+            assert draft is not None, "such a call begins with a draft"
             return self._choose(first, draft, reader, cache)
         if self.logits is not None:
             self._keep(first)
@@ -252,9 +242,7 @@ class _Call:
         unasked = self.ends_by_itself or not compat.CRITERIA_SEE_DRAFTS
         return self.plain and unasked and isinstance(drafts, PlanDrafts) and isinstance(reader, DraftReader)
 
-    def _round(
-        self, reader: DraftReader | StockReader, draft: _Draft | None, drafts: Any, cache: FastpathCache
-    ) -> bool:
+    def _round(self, reader: DraftReader | StockReader, draft: Draft | None, drafts: Any, cache: FastpathCache) -> bool:
         """Verify a draft and append what it gave; return whether to stop. A draft that may go unseen is None."""
         last, text = int(self.text[0, self.length - 1]), self.text[:, : self.length]
         if draft is None and isinstance(reader, DraftReader) and (count := drafts.unseen(text)):
@@ -266,7 +254,7 @@ class _Call:
         return self._settle(reader.verify(last, draft.tokens), draft.tokens, draft.ends, cache)
 
     def _choose(
-        self, first: torch.Tensor | None, draft: _Draft, reader: DraftReader | StockReader, cache: FastpathCache
+        self, first: torch.Tensor | None, draft: Draft, reader: DraftReader | StockReader, cache: FastpathCache
     ) -> bool:
         """Do as :meth:`_round`, choosing from logits.
 
@@ -298,7 +286,7 @@ class _Call:
         """Append the tokens ``found`` behind a draft, up to an end token.
 
         Args:
-            ends: as of :class:`_Draft`.
+            ends: as of :class:`Draft`.
         """
         valid = self._up_to_end(found[: len(proposed)] if ends else found)
         if len(valid) < len(found):
@@ -307,14 +295,14 @@ class _Call:
                 del self.logits[len(valid) - len(found) :]
         return self._follow(valid, proposed)
 
-    def _propose(self, drafts: Any) -> _Draft:
+    def _propose(self, drafts: Any) -> Draft:
         """Make the draft behind the text."""
         with self.state.stats.uncounted():  # the model may draft for itself
             tokens, scores = drafts.propose(self.text[:, : self.length])
         ends = compat.CRITERIA_SEE_DRAFTS and self._ends_behind(tokens)
         room = self.max_length - self.length - 1
         dropped = max(0, len(tokens) - room)
-        return _Draft(tokens[:room], scores, dropped, ends and not dropped)
+        return Draft(tokens[:room], scores, dropped, ends and not dropped)
 
     def _ends_behind(self, tokens: list[int]) -> bool:
         """Whether the stopping criteria end the text behind a draft."""
@@ -348,7 +336,7 @@ class _Call:
         reason, _ = step_aside_reason(state, part, ids, self.config, False, seen)
         padding = starts if starts is not None and starts.any() else None
         given = prompt.Prompt(ids.long(), positions.long(), padding)
-        if reason is not None or not prompt.is_readable(part, cache, given):
+        if part is None or reason is not None or not prompt.is_readable(part, cache, given):
             return StockDrafts(self.generator, self.device)
         cache.activate_past_recording()
         cache.expect(self.max_length)

@@ -156,7 +156,8 @@ class Attention:
             return [gathered(each, blocks).to(dtype) for each in (cache.k, cache.v)]
         if cache.k_scales is not None:
             pairs = (cache.k, cache.k_scales), (cache.v, cache.v_scales)
-            return [dequantized(*(each.narrow(2, 0, self._length) for each in pair), dtype) for pair in pairs]
+            held = [[each.narrow(2, 0, self._length) for each in pair] for pair in pairs]
+            return [dequantized(states, scales, dtype) for states, scales in held]
         if cache.k.dtype != dtype:
             return [each.narrow(2, 0, self._length).to(dtype).contiguous() for each in (cache.k, cache.v)]
         return [cache.k, cache.v]

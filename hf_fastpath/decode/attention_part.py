@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -123,7 +124,8 @@ class AttentionPart(Part):
         """The kind of layer that the rotary embedding is asked for; None if the embedding knows no kinds."""
         if self.spec.layer_types is None:
             return None
-        kinds, index = getattr(self.module.config, self.spec.layer_types), self.module.layer_idx
+        module: Any = self.module
+        kinds, index = getattr(module.config, self.spec.layer_types), module.layer_idx
         return kinds[index] if index < len(kinds) else None
 
     @property
@@ -164,7 +166,8 @@ class AttentionPart(Part):
         home = self.architecture.module
         function = attention_function(self.module)
         if not is_known_code(function, home):
-            what = f"attn_implementation={self.module.config._attn_implementation!r}, {name_of(function)}"
+            config: Any = self.module.config
+            what = f"attn_implementation={config._attn_implementation!r}, {name_of(function)}"
             return Cause("attention_function", what, self.module)
         function = rotation_function(self.module)
         if not is_known_code(function, home):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -104,7 +104,8 @@ class Watch:
     """
 
     def __init__(self, state: Patched, part: StepSource):
-        self.state, self.part = state, part
+        self.state: Patched = state
+        self.part: StepSource | None = part
         self._model, self._snapshot = part.source, state.plans.snapshot_of(part)
 
     def has_changed(self, device: torch.device) -> bool:
@@ -131,10 +132,11 @@ class Watch:
         reason = model_reason(state, part, input_ids, cache)
         if reason is not None:
             return state.fall_back(reason)
+        assert part is not None, "without one there is a reason"
         self.part, self._snapshot = part, state.plans.snapshot_of(part)
 
 
-def position_ids_of(ids: torch.Tensor, config: Any, model_kwargs: dict) -> torch.Tensor:
+def position_ids_of(ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> torch.Tensor:
     """int64 or int32 [batch or 1, new tokens]: the position ids of a call's prompt; of a model that takes none, the
     places of the tokens in the text."""
     given = model_kwargs.get("position_ids")

@@ -69,8 +69,8 @@ def by_stock(state: Patched, input_ids: torch.Tensor, loop: Callable[[], Any], n
         needs_modules: our forwards do in ``loop`` what stock's would not.
     """
     started = time.perf_counter()
-    is_chosen = state.loop_reason is not None or needs_modules or state.model is None
-    aside = nullcontext() if is_chosen else state.aside(state.model, input_ids.device)
+    model, is_chosen = state.model, state.loop_reason is not None or needs_modules
+    aside = nullcontext() if is_chosen or model is None else state.aside(model, input_ids.device)
     with state.stats.left_to_stock(), state.stats.uncounted(), aside:
         result = loop()
     sequences = compat.sequences_of(result)

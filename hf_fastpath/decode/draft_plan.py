@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +22,7 @@ class DraftPlan(DecodePlan):
 
     Args:
         part: the model.
-        kv_dtype: storage type of the caches that the plan will serve.
+        kv_dtype: as for :class:`DecodePlan`.
         width: one of :data:`WIDTHS`.
         page_sizes: as for :class:`DecodePlan`.
 
@@ -31,9 +31,11 @@ class DraftPlan(DecodePlan):
         logits: [1, width, vocab_size] in the model's dtype, overwritten by the next read.
     """
 
-    def __init__(self, part: StepSource, kv_dtype: torch.dtype, width: int, page_sizes: tuple[int | None, ...] = ()):
+    def __init__(
+        self, part: StepSource, kv_dtype: torch.dtype | None, width: int, page_sizes: tuple[int | None, ...] = ()
+    ):
         self.query_len = width
-        kind = {"device": "cpu", "pin_memory": part.embedding.weight.device.type == "cuda"}
+        kind: dict[str, Any] = {"device": "cpu", "pin_memory": part.embedding.weight.device.type == "cuda"}
         with torch.inference_mode(False):  # buffers that the program copies from and to
             self._given = torch.zeros(2, 1, width, dtype=torch.long, **kind)  # tokens, positions
             self._length = torch.zeros(1, dtype=torch.int32, **kind)
@@ -115,7 +117,7 @@ class DraftPlan(DecodePlan):
 class UnseenDrafts(Protocol):
     """Drafts that go from the assistant to the model without passing the host."""
 
-    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> int:
+    def draft(self, count: int, take: Callable[[int, torch.Tensor], object]) -> int:
         """Make at most ``count`` drafts, and return how many were made.
 
         If fewer are made, the device has passed them when this returns.

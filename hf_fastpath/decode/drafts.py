@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,10 +12,26 @@ from ..cache.fastpath_cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from . import prompt
 from .calls import Watch
+from .described import DescribedPart
 from .draft_plan import DraftPlan
 from .patched import Patched
-from .plan import DecodePlan
-from .source import StepSource
+from .plan_by_length import AnyPlan
+
+
+class Draft(NamedTuple):
+    """The draft of one round.
+
+    Attributes:
+        tokens: the drafted tokens that leave room for one token more.
+        scores: [tokens, vocab_size] that the tokens were chosen from, or None if there are none.
+        dropped: number of drafted tokens that had no room.
+        ends: the stopping criteria end the text behind the draft, and nothing follows if all of it is accepted.
+    """
+
+    tokens: list[int]
+    scores: torch.Tensor | None
+    dropped: int
+    ends: bool
 
 
 class StockDrafts:
@@ -88,7 +104,7 @@ class PlanDrafts:
         self,
         generator: Any,
         state: Patched,
-        part: StepSource,
+        part: DescribedPart,
         cache: FastpathCache,
         given: prompt.Prompt,
         ends: frozenset[int],
@@ -99,7 +115,7 @@ class PlanDrafts:
         self._watch = Watch(state, part)
         self._given, self._ends, self._limit = given, ends, limit
         self._goes_on, self._prompt_len = goes_on, given.tokens.shape[1]
-        self._plan: DecodePlan | None = None
+        self._plan: AnyPlan | None = None
         self._pair: DraftPlan | None = None  # if drafts go on: reads a draft's last token and the model's next token
         self._pair_place = 0  # address of the cache's first buffer when the pair was bound
         self._is_ahead = False  # the pair has read, and the plan has read what follows
@@ -126,20 +142,21 @@ class PlanDrafts:
         self._follow(text)
         return most
 
-    def draft(self, count: int, take: Callable[[int, torch.Tensor], None]) -> int:
+    def draft(self, count: int, take: Callable[[int, torch.Tensor], object]) -> int:
         """Do as :meth:`UnseenDrafts.draft`, behind the text that was followed."""
         plan, self._confidences = self._plan, []
+        assert plan is not None
         on_device, is_ahead, self._is_ahead = plan.device.type == "cuda", self._is_ahead, False
         self._read = self._cache.get_seq_length() - is_ahead + count - 1
         for place in range(1, count + 1):
-            follows_pair = is_ahead and place == 1
-            self._end = self._pair.best[:, 1:] if follows_pair else plan.tokens
+            pair = self._pair if is_ahead and place == 1 else None  # which the draft follows
+            self._end = plan.tokens if pair is None else pair.best[:, 1:]
             take(place, self._end)
             if self._threshold:
-                self._confidences.append(self._confidence(self._pair.logits[:, 1] if follows_pair else plan.logits))
+                self._confidences.append(self._confidence(plan.logits if pair is None else pair.logits[:, 1]))
             if place == count:
                 break
-            if on_device and not follows_pair:  # the device goes on while the host waits for the confidence
+            if on_device and pair is None:  # the device goes on while the host waits for the confidence
                 plan.step()
             if self._threshold and self._note_confidence() < self._threshold:
                 return place
@@ -151,9 +168,10 @@ class PlanDrafts:
 
     def go_on(self, after: torch.Tensor) -> None:
         """Do as :meth:`UnseenDrafts.go_on`: a step reads the last draft and the next token, another what follows."""
-        plan, cache = self._plan, self._cache
+        plan, cache, end = self._plan, self._cache, self._end
         if not self._goes_on or self._read + 3 > self._limit:
             return
+        assert plan is not None and end is not None
         if (surplus := cache.get_seq_length() - self._read) > 0:  # read before, when the model had accepted all drafts
             cache.crop(-surplus)
         if cache.reserve(3):
@@ -166,7 +184,7 @@ class PlanDrafts:
             pair.bind()
         self._pair_place = place
         pair.prepare([0], 2)
-        pair.take(0, self._end)
+        pair.take(0, end)
         pair.take(1, after)
         pair.start()
         cache.advance(2)
@@ -204,23 +222,23 @@ class PlanDrafts:
             torch.cuda.current_stream(plan.device).synchronize()
         return self.settled(found[:made].flatten().tolist()), None
 
-    def _follow(self, text: torch.Tensor) -> DecodePlan:
+    def _follow(self, text: torch.Tensor) -> AnyPlan:
         """Return the plan after it has read the text's last token, and if it is ahead the token after that."""
-        cache, length = self._cache, text.shape[1]
+        cache, length, plan = self._cache, text.shape[1], self._plan
         self._is_ahead = self._is_ahead and cache.get_seq_length() == length + 1  # else the model rejected the draft
-        if self._is_ahead:
-            return self._plan
-        if self._plan is None:
+        if plan is None:
             with compat.below_autograd():
                 prompt.read(self._part, cache, self._given, self._state.plans.prompt_programs_of(self._part))
-            self._plan = self._state.plans.decode_plan(self._part, 1, cache)
-            self._plan.begin(cache, self._given.positions[:, -1] + 1, self._given.starts)
+            plan = self._plan = self._state.plans.decode_plan(self._part, 1, cache)
+            plan.begin(cache, self._given.positions[:, -1] + 1, self._given.starts)
+        elif self._is_ahead:
+            return plan
         elif (surplus := cache.get_seq_length() - (length - 1)) > 0:
             cache.crop(-surplus)
-            self._plan.rewind()
+            plan.rewind()
         for place in range(cache.get_seq_length(), length):
-            self._plan.step(text[:, place].to(self._plan.device, non_blocking=True))
-        return self._plan
+            plan.step(text[:, place].to(plan.device, non_blocking=True))
+        return plan
 
     def are_stale(self) -> bool:
         """Do as :meth:`StockDrafts.are_stale`."""

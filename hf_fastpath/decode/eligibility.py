@@ -37,7 +37,9 @@ def step_aside_reason(
     of a prompt of more than tokens."""
     text = text_of(part, input_ids, model_kwargs)
     reason, behind = _text_reason(state, part, text, config, synced_gpus, model_kwargs), Behind()
-    if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
+    if reason is not None or part is None:
+        return reason, behind
+    if multimodal.has_more_than_tokens(part, model_kwargs):
         reason, behind = multimodal.looked_at(part, input_ids, model_kwargs)
     known = part.computed_positions if reason is None else None
     if known is not None and (config.max_length or 0) > known:
@@ -75,7 +77,8 @@ def _text_reason(
     """Return the reason against this call if its prompt were tokens alone, or None."""
     text = compat.text_arguments(model_kwargs)
     cache, batch = text.get(compat.CACHE), input_ids.shape[0]
-    if (reason := uncovered_reason(state.loop_reason, state.model, part)) is not None:
+    reason = uncovered_reason(state.loop_reason, state.model, part)
+    if reason is not None or part is None:
         return reason
     if synced_gpus:
         return "synced_gpus"
@@ -153,11 +156,13 @@ def why_no_drafts(
         kind = "an encoder" if part.has_encoder else "a part for images or sound"
         return loop_reason or Cause("generation_mode", f"drafts for a model with {kind}")
     reason, _ = step_aside_reason(state, part, input_ids, config, synced_gpus, model_kwargs)
-    if reason is None and (method := asked_method(part)) is not None:
+    if reason is not None or part is None:
+        return reason
+    if (method := asked_method(part)) is not None:
         return Cause("generation_method", method)
-    if reason is None and multimodal.has_more_than_tokens(part, model_kwargs):
+    if multimodal.has_more_than_tokens(part, model_kwargs):
         return Cause("generation_mode", "drafts behind a prompt of more than tokens")
-    return reason
+    return None
 
 
 def uncovered_reason(loop_reason: str | None, model: nn.Module | None, part: StepSource | None) -> str | None:
@@ -177,7 +182,8 @@ def uncovered_reason(loop_reason: str | None, model: nn.Module | None, part: Ste
 
 def model_reason(state: Patched, part: StepSource | None, input_ids: torch.Tensor, cache: FastpathCache) -> str | None:
     """Return the reason code for which stock code runs the model as it is now, whatever the call asks for; or None."""
-    if (reason := uncovered_reason(state.loop_reason, state.model, part)) is not None:
+    reason = uncovered_reason(state.loop_reason, state.model, part)
+    if reason is not None or part is None:
         return reason
     if (reason := part.other_reason()) is not None:
         return reason
@@ -189,7 +195,7 @@ def model_reason(state: Patched, part: StepSource | None, input_ids: torch.Tenso
         return Cause("autocast", f"torch.autocast({input_ids.device.type!r})")
     if torch.compiler.is_compiling():
         return "compiling"
-    if (reason := torch_reason(state.model)) is not None:
+    if (reason := torch_reason(part.source)) is not None:
         return reason
     reason = state.plans.reason_of(part) or _cache_reason(part, cache, input_ids)
     reason = reason or part.proof_reason(state.plans, len(input_ids))
@@ -211,7 +217,7 @@ def torch_reason(model: nn.Module) -> Cause | None:
     return None if function is None else Cause("replaced_function", function)
 
 
-def _arguments_reason(part: StepSource, input_ids: torch.Tensor, model_kwargs: dict) -> str | None:
+def _arguments_reason(part: StepSource, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
     """Return the reason for an argument that our loops do not know, or None."""
     for name, value in model_kwargs.items():
         if name.startswith("output_") and value is not None and value is not False:  # it asks for more results
@@ -279,7 +285,9 @@ def _cache_reason(part: StepSource, cache: FastpathCache, input_ids: torch.Tenso
     return None
 
 
-def _layout_reason(part: StepSource, input_ids: torch.Tensor, model_kwargs: dict, past_len: int) -> str | None:
+def _layout_reason(
+    part: StepSource, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any], past_len: int
+) -> str | None:
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     length = multimodal.prompt_shape(input_ids, model_kwargs)[1]
     if mask is not None:

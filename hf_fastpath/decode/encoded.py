@@ -118,8 +118,9 @@ class EncodedMemory:
 
     def on(self, device: torch.device) -> EncodedPlaces:
         """Return where calls on a device find it."""
-        table, caches = self._tables.get(device), enumerate(self._caches)
-        return EncodedPlaces(*self._given, [replace(each, table=table, layer=layer) for layer, each in caches])
+        table, (starts, ends) = self._tables.get(device), self._given
+        caches = [replace(each, table=table, layer=layer) for layer, each in enumerate(self._caches)]
+        return EncodedPlaces(starts, ends, caches)
 
     def bind(self, encoded: Encoded) -> None:
         """Let the calls attend to ``encoded``, which is kept alive until :meth:`release`."""

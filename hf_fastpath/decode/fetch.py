@@ -10,7 +10,7 @@ edited that is still being read.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -184,12 +184,12 @@ class Fetching(Program):
         self._storages = {each.untyped_storage().data_ptr() for each in tensors}
         self._kept = KeptCopies()
         self._graph: Any = None
-        self.notes = [Cause("over_the_bus", f"{host_bytes(part) / 1e9:.4g} GB a step")]
+        self._notes = [Cause("over_the_bus", f"{host_bytes(part) / 1e9:.4g} GB a step")]
         pages: list[page_lock.Pages] = []
         try:
             pages = page_lock.lock(filter(_passes, tensors), self._device)
         except RuntimeError as error:
-            self.notes.append(Cause("not_page_locked", str(error)))
+            self._notes.append(Cause("not_page_locked", str(error)))
         ring = _ring(self._device, [min(sum(sizes), _LAYERS_AHEAD * max(sizes)), max(sizes)])
         self._copies = _Copies(ring, [], pages)
         super().emit(start_copies, copies=self._copies, behind=-1)
@@ -213,6 +213,10 @@ class Fetching(Program):
     def renew(self) -> None:
         self._kept.renew()
 
+    @property
+    def notes(self) -> Sequence[Cause]:
+        return self._notes
+
     def run(self) -> None:
         super().run()
         self._wait()
@@ -225,7 +229,7 @@ class Fetching(Program):
         return result
 
     def captured(self, capture: Callable[[Callable[[], None], torch.device], Any], device: torch.device) -> Any:
-        if "not_page_locked" not in self.notes:  # copies of other memory wait for the host
+        if "not_page_locked" not in self._notes:  # copies of other memory wait for the host
             self._graph = capture(super().run, device)
         return self
 

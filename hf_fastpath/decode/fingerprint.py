@@ -11,7 +11,7 @@ from .modules import is_packed
 
 def fingerprint(part: Any) -> tuple:
     """Return what a decode plan records of the model: constants, and parameters with their addresses and dtypes."""
-    parameters = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
+    parameters: list[tuple | None] = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
     linears = [part.head, *(linear for layer in part.layers for linear in layer.projections())]
     parameters += [(id(linear.quants), linear.quants.data_ptr()) for linear in linears if is_packed(linear)]
     constants = [
@@ -22,9 +22,9 @@ def fingerprint(part: Any) -> tuple:
         for layer in part.layers
     ]
     outer = (part.embedding_multiplier, part.logits_multiplier, part.logits_divisor, part.logits_softcap)
-    outer += (part.position_offset, None if part.embedding_scale is None else id(part.embedding_scale))
+    inner = (part.position_offset, None if part.embedding_scale is None else id(part.embedding_scale))
     angles = () if part.rotary is None else angle_facts(part.rotary)
-    return (*parameters, *constants, *outer, part.final_norm.eps, angles)
+    return (*parameters, *constants, *outer, *inner, part.final_norm.eps, angles)
 
 
 def angle_facts(rotary: nn.Module) -> tuple:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..choices import Activation
 from ..ops.kv_cache import KVCache
@@ -12,9 +12,12 @@ from ..quantization import PackedWeight
 from .named_calls import HeadNorms, Norm
 from .weight import PlainWeight, Weight
 
+#: what is known of a request's weights, where a row of a table takes no others
+W = TypeVar("W", bound=Weight)
+
 
 @dataclass
-class Product:
+class Product(Generic[W]):
     """``activation(norm(x) @ weight.T + bias) + residual``.
 
     Attributes:
@@ -22,7 +25,7 @@ class Product:
     """
 
     x: Any
-    weight: Weight
+    weight: W
     bias: Any = None
     residual: Any = None
     activation: Activation = Activation.NONE
@@ -31,7 +34,7 @@ class Product:
 
 
 @dataclass
-class Gated:
+class Gated(Generic[W]):
     """``activation(norm(x) @ gate.T) * (norm(x) @ up.T)``, each product with its bias.
 
     Attributes:
@@ -39,8 +42,8 @@ class Gated:
     """
 
     x: Any
-    gate: Weight
-    up: Weight
+    gate: W
+    up: W
     activation: Activation
     norm: Norm | None = None
     biases: tuple[Any, Any] = (None, None)
@@ -52,7 +55,7 @@ class Gated:
 
 
 @dataclass
-class Queries:
+class Queries(Generic[W]):
     """Products of queries, keys and values, of which keys and values are appended to a cache.
 
     Attributes:
@@ -63,7 +66,7 @@ class Queries:
     """
 
     x: Any
-    weights: Sequence[Weight]
+    weights: Sequence[W]
     biases: Sequence[Any]
     store: dict[str, Any]
     norm: Norm | None = None

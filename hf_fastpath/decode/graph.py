@@ -21,12 +21,16 @@ class _Turns:
     """
 
     def __init__(self) -> None:
+        self.forget_other_threads()
+
+    def forget_other_threads(self) -> None:
+        """Forget what threads hold: in the child of a fork, these threads do not exist."""
         self.lock = threading.RLock()
         self.streams: dict[torch.device, torch.cuda.Stream] = {}  # the stream that last drew on each device
 
 
 _turns = _Turns()
-after_fork(_turns.__init__)
+after_fork(_turns.forget_other_threads)
 
 
 def random_numbers_in_turn(device: torch.device) -> AbstractContextManager[None]:

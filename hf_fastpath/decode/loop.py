@@ -35,7 +35,8 @@ from .encoded import Encoded
 from .graph import random_numbers_in_turn
 from .multimodal import Behind
 from .patched import Patched
-from .plan import MAX_EOS_TOKENS, DecodePlan
+from .plan import MAX_EOS_TOKENS
+from .plan_by_length import AnyPlan
 from .ranks import Ranks
 from .source import StepSource
 from .stand_in import StandIn
@@ -66,8 +67,11 @@ def sample(
     part = state.plans.part_in_call(model, generation_config, is_last=True)
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
     if state.ranks is not None and state.loop_reason is None:
-        reason = state.ranks.agreed(reason) or part.reason_of_ranks(state.plans, len(input_ids))
+        reason = state.ranks.agreed(reason)
+        if reason is None and part is not None:
+            reason = part.reason_of_ranks(state.plans, len(input_ids))
     if reason is None:
+        assert part is not None, "without one there is a reason"
         with state.plans.place() as is_free:
             asked = asked_method(part)
             if is_free and (part.token_shape or asked):
@@ -81,8 +85,8 @@ def sample(
         reason = "busy"
     state.fall_back(reason)
     is_offloading = getattr(model_kwargs.get(compat.CACHE), "offloading", False)  # our forwards wait for its copies
-    loop = lambda: original(model, input_ids, **given, **for_stock(model_kwargs))  # noqa: E731
-    return by_stock(state, input_ids, loop, needs_modules=is_offloading)
+    stock = lambda: original(model, input_ids, **given, **for_stock(model_kwargs))  # noqa: E731
+    return by_stock(state, input_ids, stock, needs_modules=is_offloading)
 
 
 @dataclass
@@ -111,6 +115,8 @@ class _Loop:
         self.device = input_ids.device
         self.batch, self.prompt_len = input_ids.shape
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        #: the token of rows that have ended, if tokens end the text
+        self.pad = compat.pad_token(config).to(self.device) if self.has_eos else None
         self.max_length = stopping_criteria.max_length
         #: the settings of sampling, if a plan can sample so
         self.settings = compat.sampling_settings(logits_processor) if config.do_sample else None
@@ -168,9 +174,11 @@ class _Loop:
         next_positions, seen = next_positions_of(behind, self.ids, self.config, model_kwargs), behind.seen
         next_logits = prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
         started, first = time.perf_counter(), True
-        plan, plan_chooses = None, self.plan_chooses()
+        plan: AnyPlan | None = None
+        plan_chooses = self.plan_chooses()
         sampled = plan_chooses and self.config.do_sample
         watch = Watch(self.state, part) if self.runs_users_code else None
+        now: StepSource | None = part  # the model as it is now; None if stock code has to go on
         try:
             while True:
                 if plan is None or not plan_chooses:
@@ -183,17 +191,17 @@ class _Loop:
                     break
                 if watch is not None and watch.has_changed(self.device):
                     watch.look_again(self.ids, cache)
-                    part, self.state = watch.part, watch.state
-                    if plan is not None and (part is None or plan.fingerprint != self.state.plans.fingerprint_of(part)):
+                    now, self.state = watch.part, watch.state
+                    if plan is not None and (now is None or plan.fingerprint != self.state.plans.fingerprint_of(now)):
                         if plan_chooses:
                             tokens, self.unfinished = plan.tokens[:, 0].clone(), plan.unfinished.clone()
                         old, plan = plan, None  # set to None first, so that an interrupt cannot make the plan end twice
                         old.end()
-                if part is None:
+                if now is None:
                     next_logits = self._step_by_stock(model_kwargs)
                     continue
                 if plan is None:
-                    plan = self.state.plans.decode_plan(part, self.batch, cache, sampled)
+                    plan = self.state.plans.decode_plan(now, self.batch, cache, sampled)
                     for note in plan.program.notes:
                         self.state.stats.note(note)
                     end = self.has_eos and plan_chooses
@@ -263,8 +271,8 @@ class _Loop:
             tokens = torch.argmax(scores, dim=-1)
         if self.ranks is not None and self.have_own_code:
             tokens = self.ranks.same(tokens)
-        if self.has_eos:
-            tokens = tokens * self.unfinished + compat.pad_token(self.config).to(self.device) * (1 - self.unfinished)
+        if self.pad is not None:
+            tokens = tokens * self.unfinished + self.pad * (1 - self.unfinished)
         return tokens
 
     def _draw(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
@@ -299,11 +307,12 @@ class _Loop:
         self._send(tokens)
         return self._look_back() or (self.max_length is not None and self.length >= self.max_length)
 
-    def _follow_plan(self, plan: DecodePlan, cache_length: int) -> bool:
+    def _follow_plan(self, plan: AnyPlan, cache_length: int) -> bool:
         """Take on the tokens that the plan has chosen; return whether to stop."""
         self.length += 1
         event = self._event() if self.device.type == "cuda" else None
-        self.pending.append(_Pending(self.length, *plan.choice(cache_length), event, chosen_by_plan=True))
+        tokens, unfinished = plan.choice(cache_length)
+        self.pending.append(_Pending(self.length, tokens, unfinished, event, chosen_by_plan=True))
         return self._look_back() or self.length >= self.max_length
 
     def _send(self, tokens: torch.Tensor) -> None:
@@ -377,7 +386,7 @@ class _Loop:
         sequences = self.ids.contiguous()
         if not self.config.return_dict_in_generate:
             return sequences
-        kind = compat.GenerateDecoderOnlyOutput
+        kind: Any = compat.GenerateDecoderOnlyOutput
         if isinstance(cache, compat.EncoderDecoderCache):
             kind = compat.GenerateEncoderDecoderOutput
         return kind(

@@ -8,7 +8,7 @@ asked for makes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -157,8 +157,8 @@ class Lower:
 
     # ---- adapters ------------------------------------------------------------------------------------------------
 
-    def _adapted(self, asked: Product) -> Any:
-        bare = replace(asked, weight=asked.weight.base, residual=None, activation=Activation.NONE)
+    def _adapted(self, asked: Product[AdaptedWeight]) -> Any:
+        bare = Product(asked.x, asked.weight.base, asked.bias, norm=asked.norm, fits=asked.fits)
         adapters = Adapters.of([asked.weight])
         how = dict(residual=asked.residual, activation=asked.activation)
         return self._with_adapters(asked.x, asked.norm, adapters, lambda: self._by(PRODUCTS, bare), **how)
@@ -208,7 +208,7 @@ class Lower:
 
     def _input(self, asked: Product) -> Any:
         """Return the product's input behind its norm; products in a row that take the same input share the result."""
-        norm = asked.norm
+        norm: Norm | None = asked.norm
         if norm is None:
             self._shared = None, None, None  # the next norm is of another input
             return asked.x
@@ -222,29 +222,29 @@ class Lower:
         behind = dict(residual=asked.residual, activation=asked.activation, norm=asked.norm)
         return self.emit(op.overload, x=asked.x, **weight, bias=asked.bias, **behind, programmatic_launch=self.early)
 
-    def _gemv(self, asked: Product) -> Any:
+    def _gemv(self, asked: Product[PlainWeight]) -> Any:
         weight = asked.weight
         return self._of_few(ops.gemv, asked, weight=weight.matrix, transposed=weight.transposed)
 
-    def _packed_gemv(self, asked: Product) -> Any:
+    def _packed_gemv(self, asked: Product[PackedWeight]) -> Any:
         return self._of_few(ops.packed_gemv, asked, packed=asked.weight)
 
-    def _packed_gemm(self, asked: Product) -> Any:
+    def _packed_gemm(self, asked: Product[PackedWeight]) -> Any:
         out = self.emit(ops.packed_gemm.overload, x=self._input(asked), packed=asked.weight, bias=asked.bias)
         if asked.activation == Activation.NONE and asked.residual is None:
             return out
         return self.emit(many_rows.finished, out=out, residual=asked.residual, activation=asked.activation)
 
-    def _dequantized(self, asked: Product) -> Any:
+    def _dequantized(self, asked: Product[PackedWeight]) -> Any:
         behind = dict(bias=asked.bias, residual=asked.residual, activation=asked.activation)
         return self.emit(many_rows.dequantized_product, x=self._input(asked), packed=asked.weight, **behind)
 
-    def _dense(self, op: Any, asked: Product) -> Any:
+    def _dense(self, op: Any, asked: Product[PlainWeight]) -> Any:
         weight = dict(weight=asked.weight.matrix, bias=asked.bias, transposed=asked.weight.transposed)
         behind = dict(residual=asked.residual, activation=asked.activation)
         return self.emit(op, x=self._input(asked), **weight, **behind)
 
-    def _gated_in_one(self, asked: Gated) -> Any:
+    def _gated_in_one(self, asked: Gated[PlainWeight]) -> Any:
         how = dict(activation=asked.activation, norm=asked.norm, programmatic_launch=self.early)
         if asked.together is not None:
             return self.emit(ops.packed_gemv_swiglu.overload, x=asked.x, packed=asked.together, **how)
@@ -252,6 +252,7 @@ class Lower:
         return self.emit(ops.gemv_swiglu.overload, x=asked.x, **weights, **how)
 
     def _gated_halves(self, asked: Gated) -> Any:
+        assert asked.together is not None, "the row takes no others"
         both = self.product(asked.x, asked.together, norm=asked.norm)
         return self.emit(many_rows.gated_halves, both=both, activation=asked.activation)
 
@@ -261,8 +262,8 @@ class Lower:
         self._shared = None, None, None  # a long prompt's normed input is as large as the result of the next call
         return self.emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=asked.activation)
 
-    def _queries_in_one(self, asked: Queries) -> Any:
-        how = dict(norm=asked.norm, programmatic_launch=self.early)
+    def _queries_in_one(self, asked: Queries[PlainWeight]) -> Any:
+        how: dict[str, Any] = dict(norm=asked.norm, programmatic_launch=self.early)
         if asked.together is not None:
             op = ops.packed_qkv_rope_append.overload
             return self.emit(op, x=asked.x, packed=asked.together, **asked.store, **how)
@@ -272,7 +273,7 @@ class Lower:
         how |= dict(transposed=asked.weights[0].transposed, head_norms=asked.head_norms)
         return self.emit(ops.qkv_rope_append.overload, x=asked.x, **given, **asked.store, **how)
 
-    def _queries_of_many(self, asked: Queries) -> Any:
+    def _queries_of_many(self, asked: Queries[PlainWeight]) -> Any:
         x, weights, biases, norm = asked.x, asked.weights, asked.biases, asked.norm
         if asked.together is not None:
             qkv = self.product(x, asked.together, norm=norm)
@@ -292,6 +293,7 @@ class Lower:
         return self.emit(attend, attention=self.attention, q=asked.q, cache=asked.cache, **known, softcap=softcap)
 
     def _attend_over_new(self, asked: Scores) -> Any:
+        assert asked.new is not None, "the row takes no others"
         new = dict(k=asked.new.k, v=asked.new.v)
         return self._over_cache(ops.quantizing_attention, asked, **new)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -71,7 +71,7 @@ def odd_module(module: nn.Module, what: str = "") -> Cause:
     )
 
 
-def own_code_reason(module: nn.Module, home: str = "") -> str | None:
+def own_code_reason(module: nn.Module, home: str = "") -> Cause | None:
     """Return why calling ``module`` does more than its class's forward, or None. ``home``: see ``is_known_code``."""
     if (hook := hook_of(module)) is not None:
         return Cause(function_code(hook) or "hooks", f"hook {name_of(hook)}", module)
@@ -110,7 +110,7 @@ def model_code_reason(model: nn.Module, home: str = "") -> str | None:
     A forward on the instance is no reason if what it adds to the class's forward happens only in training.
     """
     reason = own_code_reason(model, home)
-    if reason != "instance_forward":
+    if reason is None or reason != "instance_forward":
         return reason
     override = model.__dict__["_old_forward" if placement(model) == "placed" else "forward"]
     found = pass_through.reason_of(override, model)
@@ -124,7 +124,7 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
     a plain tensor.
     """
     cls = type(module)
-    if cls is PackedLinear:
+    if type(module) is PackedLinear:
         where = module.quants.device.type
         if where not in packed_gemv.native and not module.is_described:
             return Cause(loader.why_not_native(where) or "no_native_library", f"quantized weights on {where}", module)
@@ -148,12 +148,12 @@ def projection_reason(module: nn.Module, architecture: Architecture) -> str | No
     return own_code_reason(module, architecture.module)
 
 
-def is_packed(module: nn.Module) -> bool:
+def is_packed(module: nn.Module) -> TypeGuard[PackedLinear]:
     """Whether a projection's weight is quantized by ``patch()``."""
     return type(module) is PackedLinear
 
 
-def device_of(module: nn.Module) -> torch.device:
+def device_of(module: Any) -> torch.device:
     """Return the device of a projection's weight."""
     return module.quants.device if is_packed(module) else module.weight.device
 
@@ -163,7 +163,7 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module) is Conv1D
 
 
-def in_features(module: nn.Module) -> int:
+def in_features(module: Any) -> int:
     """Return the number of a projection's input features; those of all ranks if each rank picks its own of them."""
     shard = shard_of(module)
     if shard is not None and shard.style is ShardStyle.SPLIT_ROWS:
@@ -171,7 +171,7 @@ def in_features(module: nn.Module) -> int:
     return module.in_features if is_packed(module) else module.weight.shape[0 if is_transposed(module) else 1]
 
 
-def out_features(module: nn.Module) -> int:
+def out_features(module: Any) -> int:
     """Return the number of a projection's output features; those of all ranks if they are gathered."""
     shard = shard_of(module)
     if shard is not None and shard.style is ShardStyle.GATHERED:

@@ -3,6 +3,7 @@ is asked here what it would be given with the tokens that follow, which a plan t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ def has_more_than_tokens(part: StepSource, model_kwargs: dict) -> bool:
     return part.is_multimodal or part.has_encoder or model_kwargs.get("inputs_embeds") is not None
 
 
-def prompt_shape(input_ids: torch.Tensor, model_kwargs: dict) -> tuple[int, int]:
+def prompt_shape(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of sequences, and the length of the prompt, which may be given as embeddings."""
     embeds = model_kwargs.get("inputs_embeds")
     batch, length = (input_ids if embeds is None else embeds).shape[:2]

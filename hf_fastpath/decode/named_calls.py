@@ -81,7 +81,7 @@ class HeadNorms:
 
 
 #: values that binding takes apart, by their name in a call
-_VALUES = {"cache": KVCache, "norm": Norm, "head_norms": HeadNorms, "packed": PackedWeight}
+_VALUES: dict[str, Any] = {"cache": KVCache, "norm": Norm, "head_norms": HeadNorms, "packed": PackedWeight}
 _APART = frozenset(_VALUES.values())
 
 
@@ -185,8 +185,8 @@ class Step:
 def parameters(op: Callable[..., Any]) -> dict[str, Any]:
     """Return the names of an op's or a function's arguments in order, with their defaults or ``_NEEDED``."""
     if isinstance(op, torch._ops.OpOverload):
-        found = op._schema.arguments
-        return {each.name: each.default_value if each.has_default_value() else _NEEDED for each in found}
+        declared = op._schema.arguments
+        return {each.name: each.default_value if each.has_default_value() else _NEEDED for each in declared}
     found = inspect.signature(op).parameters.values()
     return {each.name: _NEEDED if each.default is each.empty else each.default for each in found}
 
@@ -226,7 +226,7 @@ def _binder(op: Callable[..., Any], names: tuple[str, ...]) -> Callable[[dict[st
             raise TypeError(f"{op} is not given {name!r}")
         expressions.append(found.get(name, f"known[{name!r}]"))
     body = "".join(f"    {line}\n" for line in [*lines, f"return [{', '.join(expressions)}]"])
-    scope = {"op": op, "known": known, "no_such": _no_such}
+    scope: dict[str, Any] = {"op": op, "known": known, "no_such": _no_such}
     exec(f"def bind(given):\n{body}", scope)
     return scope["bind"]
 

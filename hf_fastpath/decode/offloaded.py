@@ -86,13 +86,13 @@ class Waiting:
             if None in found.values():
                 return Cause("offloaded", "weights that are on disk, or that accelerate converts", module)
             there = compat.execution_device(module)
-            if there.type != self._home.type or there.index not in (None, self._home.index):
+            if there is None or there.type != self._home.type or there.index not in (None, self._home.index):
                 return Cause("offloaded", f"brought to {there}, and the embeddings are on {self._home}", module)
         return None
 
     def table_reason(self, tables: Iterable[nn.Module]) -> Cause | None:
         """Return a reason if one of ``tables`` of embeddings waits: a step would bring all of it to read a few rows."""
-        table = next((module for module in tables if module.weight in self), None)
+        table = next((module for module in tables if weight_and_bias(module)[0] in self), None)
         return None if table is None else Cause("offloaded", "a table of which a step reads a few rows", table)
 
 
@@ -145,10 +145,11 @@ class OffloadedPart(LocalPart):
 
 def in_whole(part: StepSource, reason: str | None) -> str | None:
     """Return a reason with the module of the whole model in the place of one of its local model."""
-    local = getattr(reason, "module", None)
-    if local is None or not any(each is local for each in part.module.modules()):
+    if not isinstance(reason, Cause) or reason.module is None:
         return reason
-    return Cause(reason, reason.what, part.owner(local))
+    if not any(each is reason.module for each in part.module.modules()):
+        return reason
+    return Cause(reason, reason.what, part.owner(reason.module))
 
 
 @dataclass(frozen=True)

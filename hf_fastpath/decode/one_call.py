@@ -44,7 +44,8 @@ class _Layer:
         return self.qkv["cache"]
 
     @property
-    def norms(self) -> list[Norm | None]:
+    def norms(self) -> list[Norm]:
+        """Of the inputs of both blocks; a layer that :meth:`is_sequential` has them."""
         return [self.qkv["norm"], self.up["norm"]]
 
     def is_sequential(self, x: Any) -> bool:
@@ -96,8 +97,9 @@ def _found(calls: list[Call]) -> tuple[int, list[_Layer]]:
         layers.append(layer)
         place, x = place + 5, group[-1].out
     head = calls[place] if place < len(calls) else None
-    is_head = head is not None and head.op in (ops.gemv.overload, ops.packed_gemv.overload)
-    if not is_head or head.arguments["x"] is not x or head.arguments["norm"] is None:
+    if head is None or head.op not in (ops.gemv.overload, ops.packed_gemv.overload):
+        return start, []
+    if head.arguments["x"] is not x or head.arguments["norm"] is None:
         return start, []
     if head.arguments["activation"] != Activation.NONE or head.arguments["residual"] is not None:
         return start, []  # a product between the layers and the head

@@ -58,11 +58,14 @@ class _Door:
     """A lock that the child of a fork makes anew."""
 
     def __init__(self) -> None:
+        self.make_anew()
+
+    def make_anew(self) -> None:
         self.lock = threading.Lock()
 
 
 _door = _Door()
-after_fork(_door.__init__)
+after_fork(_door.make_anew)
 
 
 def lock(tensors: Iterable[torch.Tensor], device: torch.device) -> list[Pages]:
@@ -101,7 +104,8 @@ def _runs(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, int], list[torch.T
     CUDA refuses to lock a page twice.
     """
     found: dict[tuple[int, int], list[torch.Tensor]] = {}
-    run, first, end = [], 0, 0
+    run: list[torch.Tensor] = []
+    first = end = 0
     for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
         begins, ends = whole_pages(tensor)
         if begins == ends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,8 +98,8 @@ class NormPart(Part):
     def reason(self) -> str | None:
         if (reason := self.other_reason()) is not None:
             return reason
-        if (odd := odd_tensor(self.parameters())) is not None:
-            return odd_module(self.module, odd)
+        if (what := odd_tensor(self.parameters())) is not None:
+            return odd_module(self.module, what)
         present = [p for p in self.parameters() if p is not None]
         if any(map(is_sharded, present)):
             return Cause("sharded", module=self.module)
@@ -118,7 +119,9 @@ class MLPPart(Part):
 
     @property
     def spec(self) -> arch.MLP:
-        return self.architecture.dense_mlp
+        spec = self.architecture.dense_mlp
+        assert spec is not None
+        return spec
 
     @property
     def up(self) -> nn.Module:
@@ -143,9 +146,10 @@ class MLPPart(Part):
 
     def gate_and_up(self) -> list[tuple[Weight, torch.Tensor | None]]:
         """Return weight and bias of gate and up: of two projections, or the halves of one projection as views."""
+        gate = None if self.is_fused else self.gate
         weight, bias = weight_of(self.up)
-        if not self.is_fused:
-            return [weight_of(self.gate), (weight, bias)]
+        if gate is not None:
+            return [weight_of(gate), (weight, bias)]
         return list(zip(halves(weight), (None, None) if bias is None else bias.chunk(2)))
 
     def projections(self) -> list[nn.Module]:
@@ -169,7 +173,7 @@ class MLPPart(Part):
         return own_code_reason(child(self.module, self.spec.activation))
 
     def other_reason(self) -> str | None:
-        if self.spec is None:  # all MLPs of the family are mixtures
+        if self.architecture.dense_mlp is None:  # all MLPs of the family are mixtures
             return Cause("class_not_supported", module=self.module)
         return self._own_reason("mlp" if self.spec.class_name is not None else "layer")
 
@@ -189,14 +193,16 @@ class MoEPart(Part):
 
     @property
     def spec(self) -> arch.MoE:
-        return self.architecture.moe
+        spec = self.architecture.moe
+        assert spec is not None
+        return spec
 
     @property
-    def router(self) -> nn.Module:
+    def router(self) -> Any:
         return child(self.module, self.spec.router)
 
     @property
-    def experts(self) -> nn.Module:
+    def experts(self) -> Any:
         return child(self.module, self.spec.experts)
 
     @property
@@ -247,12 +253,15 @@ class MoEPart(Part):
             reasons.append(Cause("unsupported_config", f"{self.spec.top_k}={self.top_k!r}", self.router))
         return next(filter(None, reasons), None)
 
-    def _is_gate_known(self) -> bool:
-        """Whether the experts' method that applies the gate, if there is one, is the family's own."""
+    def _gate_reason(self) -> str | None:
+        """Return a reason if the experts' method that applies the gate, if there is one, is not the family's own."""
         if self.spec.clamped is None:
-            return True
-        method = getattr(self.experts, self.spec.clamped[0])
-        return is_known_code(getattr(method, "__func__", method), self.architecture.module)
+            return None
+        name, experts = self.spec.clamped[0], self.experts
+        method = getattr(experts, name)
+        if is_known_code(getattr(method, "__func__", method), self.architecture.module):
+            return None
+        return Cause("class_forward", f"{name} is {name_of(method)}", experts)
 
     def _is_of(self, module: nn.Module, class_name: str) -> bool:
         cls = type(module)
@@ -286,8 +295,8 @@ class MoEPart(Part):
             return Cause("unsupported_config", "experts on several devices", experts)
         if self.activation not in EXPERT_GATES or not all(value > 0 for value in self.gate_limits):
             return Cause("unsupported_activation", f"gate {self.activation}, limits {self.gate_limits}", experts)
-        if not self._is_gate_known():
-            return Cause("class_forward", f"{spec.clamped[0]} is {name_of(getattr(experts, spec.clamped[0]))}", experts)
+        if (reason := self._gate_reason()) is not None:
+            return reason
         function = experts_function(experts)
         if not is_known_code(function, self.architecture.module):
             return Cause("experts_function", name_of(function), experts)

@@ -106,7 +106,8 @@ class _Reading:
         if not isinstance(call, ast.Call):
             raise _Unknown
         passed = tuple(value for argument in call.args for value in self._passed(argument))
-        names = [keyword.value.id for keyword in call.keywords if self._hands_on(keyword)]
+        values = [keyword.value for keyword in call.keywords if self._hands_on(keyword)]
+        names = [value.id for value in values if isinstance(value, ast.Name)]
         if len(names) != len(call.keywords) or len(set(names)) != len(names) or self.rest and not call.args:
             raise _Unknown
         due = {name for name, value in self.names.items() if value is _GIVEN} | {self.named} - {None}
@@ -208,7 +209,7 @@ def _tree(code: CodeType) -> ast.FunctionDef:
         raise _Unknown
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-            if min(line.lineno for line in (node, *node.decorator_list)) == code.co_firstlineno:
+            if min([node.lineno, *(line.lineno for line in node.decorator_list)]) == code.co_firstlineno:
                 return node
     raise _Unknown
 

@@ -16,7 +16,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..compat import below_autograd
 from ..ops.gemv import MAX_ROWS
 from ..ops.kv_cache import KVCache, is_quantized
-from .angles import AngleTables
+from .angles import AngleTables, has_angles
 from .composed import READING_BUFFERS
 from .encoded import Encoded, EncodedMemory
 from .fetch import program_of
@@ -25,6 +25,7 @@ from .lower import Lower
 from .named_calls import Register, Step
 from .plan_memory import PlanMemory, like
 from .positions import Positions
+from .program import Program
 from .rank_calls import COLLECTIVES
 from .source import StepInputs, StepSource
 from .stages import Stages
@@ -55,11 +56,13 @@ class DecodePlan:
 
     Attributes:
         logits: [batch, vocab_size] in the model's dtype, overwritten by the next step.
+        cache: given to :meth:`begin`; there is none before that and after :meth:`end`.
         on_end: called once with the plan when :meth:`end` has let go of its cache; or None.
     """
 
     #: tokens of a sequence that a step reads
     query_len = 1
+    cache: FastpathCache
 
     def __init__(
         self,
@@ -74,7 +77,6 @@ class DecodePlan:
         self.fingerprint = part.fingerprint()
         weight = part.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.cache: FastpathCache | None = None
         self.on_end: Callable[[DecodePlan], None] | None = None
         self.graph: Any = None  # what replays the captured program
         self._ahead = [0] * batch  # of each sequence: the next token's position, less the length of the cache
@@ -100,7 +102,7 @@ class DecodePlan:
                 self.settings = torch.zeros(4, dtype=torch.float64, device=self.device)
             sizes = batch, self.query_len, kv_dtype, self.page_sizes
             self.memory = {device: PlanMemory.of(part, device, *sizes) for device in part.devices}
-            self.program = Stages(part, self.device) if len(self.memory) > 1 else program_of(part, self.device)
+            self.program: Program = Stages(part, self.device) if len(self.memory) > 1 else program_of(part, self.device)
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
             self.states = [list(map(like, found)) for found in part.states(batch)]
             #: tables of what is added to scores, each with the memory where the program reads it
@@ -108,10 +110,12 @@ class DecodePlan:
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             layers = len(part.layers) if part.has_encoder else 0
             self._encoded = EncodedMemory(self.program, layers, batch, part.devices) if layers else None
-            self._angles = None if part.rotary is None else AngleTables(part, self.program, self.dtype, self.device)
-            learned = part.learned_positions
+            self._angles = AngleTables(part, self.program, self.dtype, self.device) if has_angles(part) else None
             #: positions that the model has learned, or None: it turns queries and keys by any
-            self._learned, self._position_offset = (None, 0) if learned is None else learned
+            self._learned: int | None = None
+            self._position_offset = 0
+            if (learned := part.learned_positions) is not None:
+                self._learned, self._position_offset = learned
             self._logits = self._record(part)
             #: whether a call reads the cache where it is bound, instead of through a ``kv_table``
             self._reads_buffers = any(call.op in READING_BUFFERS for call in self.program.calls)
@@ -146,12 +150,11 @@ class DecodePlan:
 
     def _cache_registers(self, paged: bool) -> KVCache:
         """Make the registers that stand for a layer's cache."""
-        names = ["k", "v"]
+        register = self.program.register
+        k, v = register(), register()
         if paged:
-            names.append("block_table")
-        elif is_quantized(self.kv_dtype):
-            names += ["k_scales", "v_scales"]
-        return KVCache(**{name: self.program.register() for name in names})
+            return KVCache(k, v, block_table=register())
+        return KVCache(k, v, register(), register()) if is_quantized(self.kv_dtype) else KVCache(k, v)
 
     def _record_forward(self, part: StepSource) -> tuple[Register, Step]:
         """Record the model's forward.
@@ -211,11 +214,13 @@ class DecodePlan:
         self.unfinished.fill_(1) if unfinished is None else self.unfinished.copy_(unfinished)
         self.eos_tokens.fill_(-1)
         if eos_tokens is not None:
+            assert pad_token is not None
             self.eos_tokens[: eos_tokens.numel()] = eos_tokens
             self.pad_token.copy_(pad_token.reshape(1))
         self.positions.copy_(positions[:, None])
         self.starts.zero_() if starts is None else self.starts.copy_(starts)
         if self._encoded is not None:
+            assert encoded is not None
             self._encoded.bind(encoded)
         for table, memory in self._biases:
             table.fill(memory)
@@ -267,17 +272,19 @@ class DecodePlan:
             return range(length + first - low, length + self._learned - high + 1)
         if self._angles is None:
             return range(_ANY_LENGTH)
-        if None in [self._angles.find(position, count) for position in positions]:
+        found = [self._angles.find(position, count) for position in positions]
+        if None in found:
             if self._angles.cover(positions, count, length, self.cache.expected_length):
                 self.graph = None  # the graph reads the old tables
-        runs = [self._angles.find(position, count) for position in positions]
+            found = [self._angles.find(position, count) for position in positions]
+        runs = [run for run in found if run is not None]  # all of them
         shifts = [run.row - run.first for run in runs]
         if shifts != self._shifts:
             moved = [[now - before] for now, before in zip(shifts, self._shifts)]
             self.positions.add_(torch.tensor(moved, device=self.device))
             self._shifts = shifts
         first = max(run.first - position for run, position in zip(runs, positions))
-        last = min(run.first + run.count - position for run, position in zip(runs, positions))
+        last = min(run.first + run.size - position for run, position in zip(runs, positions))
         return range(length + first, length + last + 1)
 
     def next_positions(self) -> torch.Tensor:
@@ -369,7 +376,7 @@ class DecodePlan:
 
     def end(self) -> None:
         """Let go of the cache."""
-        cache, self.cache = self.cache, None
+        cache: FastpathCache | None = vars(self).pop("cache", None)
         for layer in () if cache is None else cache.state_layers:
             layer.leave()
         for registers in self._caches:

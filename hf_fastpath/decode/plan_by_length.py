@@ -64,3 +64,7 @@ class PlanByLength:
             self._take(part)
             self._plan.begin(cache, positions, starts, unfinished, *others, **named)
         return self._plan.step(tokens)
+
+
+#: what serves a call of ``generate()``, whichever texts its steps are the model's for
+AnyPlan = DecodePlan | PlanByLength

@@ -14,7 +14,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..reasons import Cause
 from .draft_plan import WIDTHS, DraftPlan
 from .plan import DecodePlan
-from .plan_by_length import PlanByLength
+from .plan_by_length import AnyPlan, PlanByLength
 from .snapshot import Snapshot, walk_of
 from .source import StepSource
 
@@ -107,7 +107,7 @@ class PlanCache:
 
     # ---- plans ------------------------------------------------------------------------------------------------
 
-    def decode_plan(self, part: StepSource, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
+    def decode_plan(self, part: StepSource, batch: int, cache: FastpathCache, sampled: bool = False) -> AnyPlan:
         """Take a decode plan for this model, batch and cache; it is the caller's until the caller ends it.
 
         A plan is made if other calls use those that fit, or the model's parameters have moved since.
@@ -163,8 +163,9 @@ class PlanCache:
         """Return ``model`` in its roles as it is now, or None if it is of no family."""
         last = self.snapshot
         for snapshot in (last, self._looked_at):
-            is_of_now = snapshot is not None and snapshot.part.source is model and not snapshot.part.is_passing
-            if is_of_now and snapshot.holds():
+            if snapshot is None or snapshot.part.source is not model or snapshot.part.is_passing:
+                continue
+            if snapshot.holds():
                 self._misses = 0 if snapshot is last else self._misses
                 snapshot.part.look_again()
                 return snapshot.part

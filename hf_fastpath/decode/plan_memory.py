@@ -36,7 +36,7 @@ class PlanMemory:
         device: torch.device,
         batch: int,
         query_len: int,
-        kv_dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
         page_sizes: tuple[int | None, ...],
     ) -> PlanMemory:
         """Allocate the memory for ``query_len`` new tokens of each of ``batch`` sequences."""

@@ -34,7 +34,8 @@ class Staging:
 
     def of(self, part: AttentionPart) -> KVCache:
         """Return K and V, [batch, heads, query_len, head_dim], for ``part``."""
-        return KVCache(*self._buffers[part.cache_shape])
+        k, v = self._buffers[part.cache_shape]
+        return KVCache(k, v)
 
 
 @dataclass

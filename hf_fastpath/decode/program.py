@@ -25,10 +25,7 @@ class Program:
     Attributes:
         values: values of the registers.
         calls: the calls in order; calls that have run are not changed any more.
-        notes: what bounds the speed of the calls, or keeps them from being captured.
     """
-
-    notes: Sequence[Cause] = ()
 
     def __init__(self, values: list[Any] | None = None) -> None:
         self.values: list[Any] = [] if values is None else values
@@ -72,6 +69,11 @@ class Program:
 
     def renew(self) -> None:
         """Note that constant shared tensors have changed."""
+
+    @property
+    def notes(self) -> Sequence[Cause]:
+        """What bounds the speed of the calls, or keeps them from being captured."""
+        return ()
 
     def optimize(self, step: Step) -> None:
         """Apply the passes to the calls that were recorded since the last time."""

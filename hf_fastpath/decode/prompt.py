@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -23,13 +23,13 @@ from . import multimodal, steps
 from .angles import angles_at
 from .attend import Attention
 from .calls import position_ids_of
+from .described import DescribedPart
 from .draft_plan import DraftPlan, DraftReader
 from .fetch import program_of
 from .lower import Lower
 from .plan_cache import PlanCache
 from .positions import Positions
 from .source import StepSource
-from .structure import ModelPart
 
 _aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
     return not cache.get_seq_length() or all(layer.batch_size == batch for layer in cache.key_layers)
 
 
-def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt) -> bool:
+def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt) -> TypeGuard[DescribedPart]:
     """Whether :func:`read` can take the prompt; else stock code has to."""
     length = cache.get_seq_length() + prompt.tokens.shape[1]
     return part.reads_prompt(prompt.tokens.device, length) and _continues(cache, prompt)
@@ -99,7 +99,7 @@ class PromptProgram:
 
     def __init__(
         self,
-        part: ModelPart,
+        part: DescribedPart,
         at_once: bool,
         rows: int,
         batch: int,
@@ -111,7 +111,8 @@ class PromptProgram:
         register = self._program.register
         self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))
         self._starts = register() if has_padding else None
-        self._caches = [KVCache(**{name: register() for name in names}) for names in caches]
+        buffers: list[dict[str, Any]] = [{name: register() for name in names} for names in caches]
+        self._caches = [KVCache(**each) for each in buffers]
         self._angles = {kind: (register(), register()) for kind in part.rope_kinds}
         to = Lower(emit, rows, many=not at_once, attention=None if at_once else self._attention)
         hidden, _ = steps.step_inputs(to, part, self._tokens, self._positions, [])
@@ -144,7 +145,10 @@ class PromptProgram:
         """
         batch, query_len = prompt.tokens.shape
         attention = Attention(query_len, past + query_len, lengths, starts)
-        given = [(self._tokens, prompt.tokens), (self._positions, prompt.positions.expand(batch, -1))]
+        given: list[tuple[Any, Any]] = [
+            (self._tokens, prompt.tokens),
+            (self._positions, prompt.positions.expand(batch, -1)),
+        ]
         given += [(self._lengths, lengths), (self._attention, attention)]
         if self._starts is not None:
             given.append((self._starts, starts))
@@ -154,7 +158,9 @@ class PromptProgram:
         return self._program.run_once(given)
 
 
-def read(part: ModelPart, cache: FastpathCache, prompt: Prompt, programs: dict[tuple, PromptProgram]) -> torch.Tensor:
+def read(
+    part: DescribedPart, cache: FastpathCache, prompt: Prompt, programs: dict[tuple, PromptProgram]
+) -> torch.Tensor:
     """Run the model over the prompt and append it to ``cache``.
 
     Args:

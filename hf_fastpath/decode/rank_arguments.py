@@ -78,4 +78,4 @@ def described(value: Any) -> Any:
 def checksum(tensor: torch.Tensor) -> int:
     """Return a checksum of a tensor's values."""
     own = compat.local_tensor(tensor).detach().contiguous().cpu()
-    return zlib.crc32(own.reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(own.reshape(-1).view(torch.uint8).numpy().data)

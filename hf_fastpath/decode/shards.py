@@ -20,7 +20,7 @@ from ..compat import ShardStyle
 from ..reasons import Cause
 from .described import model_part
 from .local_models import LocalPart, copied, has_local, rebuilt
-from .modules import is_packed
+from .modules import is_packed, weight_and_bias
 from .parts import MoEPart
 from .rank_calls import SHARD_KEY, Shard, shard_of, style_of
 from .ranks import Ranks
@@ -36,7 +36,8 @@ def local_model(model: nn.Module, ranks: Ranks) -> nn.Module:
 
     Modules of which the rank has all are those of ``model`` itself.
     """
-    dtype = model.get_input_embeddings().weight.dtype
+    of_transformers: Any = model
+    dtype = of_transformers.get_input_embeddings().weight.dtype
 
     def local(module: nn.Module, children: dict[str, Any]) -> nn.Module:
         parallel = compat.parallel_forward(module)
@@ -59,12 +60,12 @@ def _copy(
         if shard.style in (ShardStyle.ROWS, ShardStyle.SPLIT_ROWS) and shard.ranks.rank:
             parameters["bias"] = None  # the sum is to hold the bias once
     forward = vars(module).get("forward") if parallel is None else parallel.inner
-    own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    is_own = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
     contents["_parameters"] = parameters
-    return copied(module, children, None if own else forward, leave_out=compat.OF_PROCESSES, **contents)
+    return copied(module, children, None if is_own else forward, leave_out=compat.OF_PROCESSES, **contents)
 
 
-def _shard(module: nn.Module, style: ShardStyle | None, ranks: Ranks, dtype: torch.dtype) -> Shard | None:
+def _shard(module: Any, style: ShardStyle | None, ranks: Ranks, dtype: torch.dtype) -> Shard | None:
     if style in (None, ShardStyle.WHOLE, ShardStyle.OWN):
         return None
     weight = module._parameters.get("weight")
@@ -148,8 +149,10 @@ class ShardedPart(LocalPart):
         if is_packed(out) and style_of(out) is ShardStyle.ROWS:  # which knows this rank's features alone
             spread = 1 if shard_of(qkv[-1]) is None else self.group.size
             return own.num_heads * self.group.size, own.num_kv_heads * spread
-        whole = model_part(self.architecture, self.whole).layers[0].attention
-        return whole.num_heads, whole.num_kv_heads
+        whole = model_part(self.architecture, self.whole)
+        assert whole is not None, "its local model is of the architecture"
+        attention = whole.layers[0].attention
+        return attention.num_heads, attention.num_kv_heads
 
     def _mixture_roles(self, mixture: MoEPart) -> Iterator[tuple[nn.Module, ShardStyle]]:
         """Yield the experts, and the router if it is the one that leaves each rank its own choices."""
@@ -168,7 +171,8 @@ class ShardedPart(LocalPart):
             if heads % self.group.size or (shard_of(qkv[-1]) is not None and kv_heads % self.group.size):
                 what = f"{heads} heads and {kv_heads} KV heads do not divide over {self.group.size} ranks"
                 return Cause("sharded", what)
-            if any(len(norm.module.weight) != layer.attention.head_dim for norm in layer.attention.head_norms):
+            weights = [weight_and_bias(norm.module)[0] for norm in layer.attention.head_norms]
+            if any(len(weight) != layer.attention.head_dim for weight in weights):
                 return Cause("sharded", "a norm over the heads of all ranks", layer.attention.module)
         return None
 

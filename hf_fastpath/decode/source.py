@@ -358,38 +358,3 @@ class AnyLength:
 
     def reason(self, plans: Any, batch: int, first: int, end: int, encoded: int | None) -> Cause | None:
         return None
-
-
-class WholeModel:
-    """What both kinds of sources answer if nothing is special: one process and device have all of a decoder of text."""
-
-    module: nn.Module
-    ranks: Ranks | None = None
-    host_weights: Sequence[list[torch.Tensor]] = ()
-    sources: Sequence[tuple[int, int]] = ()
-    is_cast_down: bool = False
-    is_passing: bool = False
-    reason_of_file: Cause | None = None
-
-    @property
-    def source(self) -> nn.Module:
-        return self.module
-
-    def owner(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """Return where calls of a step read a tensor of the model."""
-        return tensor.device
-
-    def look_again(self) -> None:
-        """Note nothing: nothing is kept that would be of the past."""
-
-    def lasting_reason(self) -> str | None:
-        return None
-
-    def making_reason(self) -> Cause | None:
-        return None
-
-    def reason_of_ranks(self, plans: Any, batch: int) -> str | None:
-        return None

@@ -16,7 +16,7 @@ from .eligibility import INDEX_DTYPES, is_left_padding, text_of
 from .encoded import Encoded
 from .multimodal import Behind
 from .patched import Patched
-from .plan import DecodePlan
+from .plan_by_length import AnyPlan
 from .source import StepSource
 
 _OF_A_TOKEN = ("input_ids", "attention_mask", "position_ids")
@@ -50,7 +50,8 @@ class StandIn:
         kwargs: dict,
         asked: str | None = None,
     ):
-        self._state, self._model, self._part = state, part.source, part
+        self._state, self._model = state, part.source
+        self._part: StepSource | None = part
         self._ids, self._loop, self._kwargs = ids, loop, kwargs
         self._asked, self._is_left = asked, False
         self._end_of_prompt = 0
@@ -63,7 +64,7 @@ class StandIn:
         starts = None if mask is None else (mask == 0).sum(1)
         self._starts = None if starts is None else starts.repeat(self._batch // len(starts))
         self._positions, self._seen = next_positions_of(behind, text, loop["generation_config"], kwargs), behind.seen
-        self._plan: DecodePlan | None = None
+        self._plan: AnyPlan | None = None
         watched = runs_users_code(loop["logits_processor"], loop["stopping_criteria"], loop.get("streamer"))
         self._watch = Watch(state, part) if watched or asked is not None else None
         self._begun = 0.0
@@ -78,7 +79,9 @@ class StandIn:
         try:
             if isinstance(whole, FastpathEncoderDecoderCache):
                 whole.is_alike_in_beams = True
-            with settling(compat.text_cache(whole), self._part):
+            part = self._part
+            assert part is not None, "a call begins with one"
+            with settling(compat.text_cache(whole), part):
                 result = original(self, self._ids, **self._loop, **self._kwargs)
         finally:
             if isinstance(whole, FastpathEncoderDecoderCache):
@@ -103,31 +106,34 @@ class StandIn:
     def __call__(self, **inputs: Any) -> Any:
         """Do as the model's forward for the arguments of ``prepare_inputs_for_generation``."""
         self._steps += 1
-        if self._asked is not None and not self._is_left and not self._is_known(inputs):
+        part = self._part
+        if part is None or self._is_left:
+            return self._by_stock(inputs)
+        if self._asked is not None and not self._is_known(part, inputs):
             self._state.stats.note(Cause("generation_method", self._asked))
             self._end()
             self._is_left = True
-        if self._is_left:
             return self._by_stock(inputs)
         tokens, whole = inputs[compat.text_name(self._model, "input_ids")], compat.cache_of(inputs, None)
         cache = compat.text_cache(whole)
         if self._watch is not None and self._watch.has_changed(tokens.device):
             self._end()
             self._watch.look_again(tokens, cache)
-            self._part = self._watch.part
-        if self._part is None:
+            part = self._part = self._watch.part
+        if part is None:
             return self._by_stock(inputs)
-        if self._plan is None:
-            self._plan = self._state.plans.decode_plan(self._part, self._batch, cache)
+        plan = self._plan
+        if plan is None:
+            plan = self._plan = self._state.plans.decode_plan(part, self._batch, cache)
             length = cache.get_seq_length()
             self._held = length if self._held is None else self._held
             positions = self._positions + (length - self._held)
-            encoded = Encoded.of(whole, self._seen) if self._part.has_encoder else None
-            self._plan.begin(cache, positions, self._starts, encoded=encoded)
+            encoded = None if self._seen is None else Encoded.of(whole, self._seen)
+            plan.begin(cache, positions, self._starts, encoded=encoded)
             self._begun = self._begun or time.perf_counter()
         else:
-            self._plan.bind()  # the beams were reordered
-        logits = self._plan.step(tokens[:, 0])
+            plan.bind()  # the beams were reordered
+        logits = plan.step(tokens[:, 0])
         return compat.text_output(logits[:, None], whole)
 
     def _by_stock(self, inputs: dict[str, Any]) -> Any:
@@ -135,7 +141,7 @@ class StandIn:
             self._left_at = self._prompt_len + self._steps
         return self._model(**inputs)
 
-    def _is_known(self, inputs: dict[str, Any]) -> bool:
+    def _is_known(self, part: StepSource, inputs: dict[str, Any]) -> bool:
         """Whether the forward is given no more than a plan reads: a token of each sequence, at the next position,
         behind all that the cache holds."""
         given = {name: value for name, value in inputs.items() if value is not None and value is not False}
@@ -144,9 +150,10 @@ class StandIn:
             return False
         if tokens is None or tokens.shape != (self._batch, 1) or tokens.dtype not in INDEX_DTYPES:
             return False
-        if self._held is None and not self._begins_as_known(cache, mask, positions):
+        held = self._begins_as_known(part, cache, mask, positions) if self._held is None else self._held
+        if held is None:
             return False
-        length = self._held + self._steps - 1
+        length = held + self._steps - 1
         if cache.key_layers and cache.get_seq_length() != length:
             return False
         places = torch.arange(length + 1, device=tokens.device).expand(self._batch, -1)
@@ -154,28 +161,30 @@ class StandIn:
         expected = (self._positions + self._steps - 1)[:, None]
         mask = torch.ones_like(shown) if mask is None else mask
         if positions is None:
-            positions = places[:, -1:] if self._part.takes_positions else expected
+            positions = places[:, -1:] if part.takes_positions else expected
         if mask.shape != shown.shape or positions.shape not in (expected.shape, (1, 1)):
             return False
         return bool((mask == shown).all() & (positions == expected).all())
 
-    def _begins_as_known(self, cache: Any, mask: torch.Tensor | None, positions: torch.Tensor | None) -> bool:
+    def _begins_as_known(
+        self, part: StepSource, cache: Any, mask: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> int | None:
         """Take over where the first token behind the prompt is: there may be more in front of it than the loop's text,
-        such as tokens that PEFT has learned. Return False if that is nowhere a plan can begin."""
-        part, self._held = self._part, cache.get_seq_length() if cache.key_layers else self._end_of_prompt
-        if self._held != self._end_of_prompt:
+        such as tokens that PEFT has learned. Return None if that is nowhere a plan can begin, else :attr:`_held`."""
+        held = self._held = cache.get_seq_length() if cache.key_layers else self._end_of_prompt
+        if held != self._end_of_prompt:
             if part.computed_positions is not None or part.by_length.is_bounded(self._batch):
-                return False
+                return None
             if not part.takes_positions:
-                self._positions = torch.full_like(self._positions, self._held)
+                self._positions = torch.full_like(self._positions, held)
         if mask is None:
             self._starts = None
         elif mask.dim() == 2 and is_left_padding(mask):
             self._starts = (mask == 0).sum(1)
         else:
-            return False
+            return None
         if mask is not None and part.padding_reason(mask) is not None:
-            return False
-        if part.takes_positions and (positions is None or bool((positions == self._held).all())):
-            self._positions = torch.full_like(self._positions, self._held)  # as forwards count by themselves
-        return True
+            return None
+        if part.takes_positions and (positions is None or bool((positions == held).all())):
+            self._positions = torch.full_like(self._positions, held)  # as forwards count by themselves
+        return held

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -33,12 +33,22 @@ from .weight import weight_of
 _aten = torch.ops.aten
 
 
+@overload
+def norm_of(part: NormPart) -> Norm: ...
+
+
+@overload
+def norm_of(part: None) -> None: ...
+
+
 def norm_of(part: NormPart | None) -> Norm | None:
     """Return the norm of an op's input in the form that calls take."""
     if part is None:
         return None
-    kind = NormKind.RMS_OFFSET if part.architecture.norm.unit_offset else NormKind(part.architecture.norm.kind)
-    return Norm(kind, part.module.weight, getattr(part.module, "bias", None), part.eps)
+    module: Any = part.module
+    spec = part.architecture.norm
+    kind = NormKind.RMS_OFFSET if spec.unit_offset else NormKind[spec.kind.upper()]
+    return Norm(kind, module.weight, getattr(module, "bias", None), part.eps)
 
 
 def projection(
@@ -64,7 +74,8 @@ def head_norms(part: AttentionPart) -> HeadNorms | None:
     """Return the norms of queries and keys in the form that calls take."""
     if not part.head_norms:
         return None
-    q, k = map(norm_of, part.head_norms)
+    q, k = (norm_of(each) for each in part.head_norms)
+    assert q.weight is not None and k.weight is not None
     return HeadNorms(q.weight, k.weight, q.eps, q.kind.weight_offset)
 
 
@@ -109,18 +120,20 @@ def attention(
 
 def mlp(to: Lower, part: MLPPart, x: Any, residual: Any = None, norm: NormPart | None = None) -> Any:
     """Emit ``residual + part(norm(x))``."""
-    if part.gate is None:
-        hidden = projection(to, part.up, x, activation=part.activation, norm=norm)
+    activation, own_gate = part.activation, part.gate
+    assert activation is not None, "an unknown one is a reason against the part"
+    if own_gate is None:
+        hidden = projection(to, part.up, x, activation=activation, norm=norm)
     elif style_of(part.up) is ShardStyle.GATHERED:  # a rank's rows are of other features than its own
         if part.is_fused:
             halves = to.emit(_aten.chunk.default, projection(to, part.up, x, norm=norm), 2, -1)
             gate, up = (to.emit(operator.getitem, halves, place) for place in range(2))
         else:
-            gate, up = (projection(to, each, x, norm=norm) for each in (part.gate, part.up))
-        hidden = to.emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=part.activation)
+            gate, up = (projection(to, each, x, norm=norm) for each in (own_gate, part.up))
+        hidden = to.emit(ops.fused_swiglu.overload, gate=gate, up=up, activation=activation)
     else:
-        weights, biases = zip(*part.gate_and_up())
-        hidden = to.gated(x, *weights, part.activation, norm=norm_of(norm), biases=biases)
+        (gate, up), biases = zip(*part.gate_and_up())
+        hidden = to.gated(x, gate, up, activation, norm=norm_of(norm), biases=biases)
     return projection(to, part.down, hidden, residual)
 
 
@@ -137,7 +150,7 @@ def mixture(
         x, norm = to.normed(x, norm_of(norm)), None
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
     shard, others = shard_of(part.experts), dict(zip(("alpha", "limit"), part.gate_limits))
-    if style_of(part.experts) in (ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS):
+    if shard is not None and shard.style in (ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS):
         others["first_expert"] = shard.first
     made = to.experts(
         experts,
@@ -161,7 +174,7 @@ def mixture(
 
 def feed_forward(to: Lower, part: FeedForwardPart, *arguments: Any) -> Any:
     """Emit :func:`mlp` or :func:`mixture`."""
-    return (mixture if isinstance(part, MoEPart) else mlp)(to, part, *arguments)
+    return mixture(to, part, *arguments) if isinstance(part, MoEPart) else mlp(to, part, *arguments)
 
 
 def _added(to: Lower, part: LayerPart, stream: Any, post_norm: NormPart | None, block: Callable[[Any], Any]) -> Any:

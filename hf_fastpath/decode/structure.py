@@ -33,7 +33,7 @@ from .modules import (
 )
 from .numbers import reason_of_model
 from .parts import NormPart, Part
-from .source import WholeModel
+from .whole_model import WholeModel
 
 
 class DecoderPart(Part):
@@ -91,15 +91,16 @@ class ModelPart(Part, WholeModel):
         return NormPart(self.architecture, getattr(self.decoder, self.architecture.final_norm))
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> Any:
         return getattr(self.module, self.architecture.head)
 
     @property
-    def embedding(self) -> nn.Module:
+    def embedding(self) -> Any:
         return getattr(self.decoder, self.architecture.embedding)
 
     @property
-    def position_embedding(self) -> nn.Module | None:
+    def position_embedding(self) -> Any:
+        """The module whose ``weight`` is the table of learned positions; None if there is none."""
         return self._optional(self.architecture.position_embedding)
 
     @property

@@ -119,7 +119,8 @@ class Adapters:
 def weight_of(linear: nn.Module) -> tuple[Weight, torch.Tensor | None]:
     """Return the weight of a projection, and its bias or None."""
     matrix, bias = weight_and_bias(linear)
-    return linear.packed if is_packed(linear) else PlainWeight(matrix, is_transposed(linear)), bias
+    weight = linear.packed if is_packed(linear) else PlainWeight(matrix, is_transposed(linear))
+    return weight, bias
 
 
 def joined(weights: Sequence[Weight]) -> PackedWeight | None:

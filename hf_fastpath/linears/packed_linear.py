@@ -34,6 +34,10 @@ class PackedLinear(nn.Module):
 
     #: whether this stands for a layer of a checkpoint that is not loaded; it has no data and is only asked about
     is_described = False
+    quants: torch.Tensor
+    scale_bits: torch.Tensor
+    zeros: torch.Tensor | None
+    bias: nn.Parameter | None
 
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None, dtype: torch.dtype = torch.float32):
         super().__init__()

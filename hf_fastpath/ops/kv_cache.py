@@ -65,7 +65,7 @@ class KVCache:
         )
 
 
-def is_quantized(dtype: torch.dtype) -> bool:
+def is_quantized(dtype: torch.dtype | None) -> bool:
     """Whether a cache of this dtype has scales."""
     return dtype in LARGEST_QUANT
 
@@ -278,7 +278,7 @@ def cache_reasons(
     return reasons
 
 
-def table_columns(dtype: torch.dtype, paged: bool = False) -> int:
+def table_columns(dtype: torch.dtype | None, paged: bool = False) -> int:
     """Return the number of columns of a ``kv_table`` for caches of this dtype, with pages or without."""
     if paged:
         return PAGED_TABLE_COLUMNS

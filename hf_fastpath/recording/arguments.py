@@ -20,7 +20,8 @@ def described(value: Any) -> Hashable:
     """Return what :func:`why_it_matters` may make of an argument, other than its numbers."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape)
-    return value if isinstance(value, _PLAIN) else type(value)
+    found: Any = value if isinstance(value, _PLAIN) else type(value)
+    return found
 
 
 def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) -> str | None:
@@ -30,7 +31,7 @@ def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) ->
     Raises:
         Unrecordable: the step cannot be recorded so.
     """
-    given = {}
+    given: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             with torch.inference_mode(False):

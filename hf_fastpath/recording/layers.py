@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -44,7 +45,7 @@ class RecordedLayer:
 _LEAST_OUTPUTS = 1 / 16
 
 
-def without_narrow(linears: list[nn.Module]) -> list[nn.Module]:
+def without_narrow(linears: list[Any]) -> list[nn.Module]:
     """Return the linear layers that may be quantized: not those that give numbers for heads."""
     return [each for each in linears if each.out_features >= _LEAST_OUTPUTS * each.in_features]
 

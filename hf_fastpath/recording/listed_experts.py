@@ -76,7 +76,7 @@ def _experts(recorder: Recorder, module: nn.Module, x: torch.Tensor, chosen: tor
     with recorder.quiet(), compat.without_modes():
         factor = _factor(real)
         numbers = None if factor is None else _needed(recorder, chosen, len(experts))
-    if numbers is None:
+    if numbers is None or factor is None:
         raise Unrecordable("experts that are modules, of which tokens need different ones")
     shares = [((chosen == number) * weights).sum(-1, keepdim=True) for number in numbers]
     made = [experts[number](x) * (share if factor == 1 else factor * share) for number, share in zip(numbers, shares)]
@@ -97,7 +97,7 @@ def _factor(module: nn.Module) -> float | None:
     more than to add these up."""
     numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1]
     with seeded(), torch.no_grad():
-        stubs = [_Stub() for _ in compat.experts_in(module)]
+        stubs: list[nn.Module] = [_Stub() for _ in compat.experts_in(module)]
         x = torch.randn(_TOKENS, _FEATURES, dtype=torch.float64)
         chosen = torch.randint(len(stubs), (_TOKENS, _CHOICES))
         weights = torch.rand(_TOKENS, _CHOICES, dtype=torch.float64)

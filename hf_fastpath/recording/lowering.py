@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -47,7 +47,7 @@ class Lowering:
         to: Lower,
         recording: Recording,
         given: Mapping[int, Any],
-        caches: list[KVCache],
+        caches: Sequence[KVCache],
         at: Mapping[torch.device, Positions],
     ):
         self._recording, self._to, self._emit, self._caches = recording, to, to.emit, caches
@@ -186,13 +186,10 @@ class Lowering:
 
     def store(self, layer: int) -> dict[str, Any]:
         """Return where keys and values of a layer are appended."""
-        if self._at.staging is not None:
-            return {"cache": self._staged(layer), "seq_lens": self._at.staging.seq_lens}
+        staging = self._at.staging
+        if staging is not None:
+            return {"cache": staging.of(self._attentions[layer]), "seq_lens": staging.seq_lens}
         return {"cache": self._at.placed(self._caches[layer], layer), "seq_lens": self._at.seq_lens}
-
-    def _staged(self, layer: int) -> KVCache:
-        """Return where keys and values of a layer wait to be quantized."""
-        return self._at.staging.of(self._attentions[layer])
 
     def attention(self, queries, layer, scale, window, softcap, sinks, slopes, bias, encoded, **others) -> Any:
         at, cache = self._at, self._at.placed(self._caches[layer], layer)
@@ -203,7 +200,8 @@ class Lowering:
         if encoded is not None:
             lse = self._emit(composed.log_sums, queries=queries)
             how |= dict(other=self._over_encoded(queries, encoded, scale, softcap, lse=lse), other_lse=lse)
-        return self._to.attend(queries, cache, None if at.staging is None else self._staged(layer), **how)
+        new = None if at.staging is None else at.staging.of(self._attentions[layer])
+        return self._to.attend(queries, cache, new, **how)
 
     def _gated(self, call: Call, x, gate_weight, up_weight, activation, norm=None) -> Any:
         gate, up = map(self._stand_ins.weight, (gate_weight, up_weight))
@@ -264,7 +262,9 @@ class Lowering:
 
 def takes_product(recording: Recording, call: Call) -> bool:
     """Whether ``ops.gemv`` takes a product of a recorded list."""
-    x, weight, bias = (call.arguments.get(name) for name in ("x", "weight", "bias"))
+    x: Any = call.arguments.get("x")
+    weight: Any = call.arguments.get("weight")
+    bias: Any = call.arguments.get("bias")
     fact = recording.fact(x)
     if type(weight) not in PLAIN_TENSORS or weight.dim() != 2 or weight.stride(-1) != 1:
         return False

@@ -30,7 +30,7 @@ class Notes:
     def __init__(self, skeleton: Skeleton, past: int | None = None, encoded: int | None = None, is_plain: bool = False):
         self.skeleton = skeleton
         self.calls: list[Call] = []
-        self.facts: dict[int, torch.Tensor] = {}
+        self.facts: dict[int, Any] = {}
         self.spans: list[Span] = []
         self.linears: list[tuple[str, Register]] = []  # name of a called linear layer -> its input
         self.masks: dict[int, Callable[..., Any]] = {}  # register of a mask -> its function
@@ -47,7 +47,7 @@ class Notes:
         self.past = past_tokens(skeleton.model.config) if past is None else past
         self.rows = min(self.past, POSITIONS) if past is None else past  # of a mask that are looked at
         self.encoded_length = _ENCODED if encoded is None else encoded
-        self.lengths = Lengths(skeleton.mode.shape_env, self.past, self.encoded_length, is_plain, past is not None)
+        self.lengths = Lengths(skeleton.env, self.past, self.encoded_length, is_plain, past is not None)
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
         self._kept: list[Any] = []  # kept alive, so that no other tensor gets one of these ids
         self._storages: dict[int, list[int]] = {}

@@ -14,8 +14,8 @@ from ..decode.modules import model_code_reason, odd_module
 from ..decode.parts import HeadPart
 from ..decode.plan_cache import PlanCache
 from ..decode.program import Program
-from ..decode.python_state import Walk
-from ..decode.source import StepInputs, WholeModel
+from ..decode.source import StepInputs
+from ..decode.whole_model import WholeModel
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
 from ..options import MAX_BATCH
@@ -29,7 +29,6 @@ from .family import Recorded
 from .layers import RecordedAttention, RecordedLayer, attention_of, without_narrow
 from .looked_at import LookedAt
 from .lowering import Lowering
-from .noted_code import NotedCode
 from .position_tables import PositionTable, position_tables
 from .proof import reason_against
 from .recording import BiasTable, Recording, Unrecordable
@@ -76,7 +75,7 @@ class RecordedPart(WholeModel):
     def forget_recordings(self) -> None:
         """Forget what was recorded."""
         self._recordings: dict[tuple[int, int], Recording | Exception] = {}
-        self.verdict: tuple[Cause | None] | None = None
+        self.verdict: tuple[str | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
         self._moment = object()  # of no other part, as an id may be once this one is gone
 
@@ -90,14 +89,9 @@ class RecordedPart(WholeModel):
         """Note that time has gone by."""
         self._looked_at.age()
 
-    @property
-    def code(self) -> NotedCode:
-        return self._looked_at.code
-
-    @property
-    def held(self) -> Walk | None:
-        """Return a walk through the model's Python values when the part was made."""
-        return self._looked_at.held
+    #: a walk through the model's Python values when the part was made
+    held = property(lambda self: self._looked_at.held)
+    code = property(lambda self: self._looked_at.code)
 
     def recording(self, batch: int, query_len: int) -> Recording:
         """Return the step of ``query_len`` new tokens for each of ``batch`` sequences, after all passes.
@@ -132,7 +126,8 @@ class RecordedPart(WholeModel):
     @functools.cached_property
     def layers(self) -> list[RecordedLayer]:
         recording = self.recording(1, 1)
-        producers, found = recording.producers(), {}
+        producers = recording.producers()
+        found: dict[int, RecordedAttention] = {}
         for call in recording.calls:
             if (attention := attention_of(recording, producers, call)) is not None:
                 found.setdefault(call.arguments["layer"], attention)
@@ -275,21 +270,23 @@ class RecordedPart(WholeModel):
         return None
 
     def length_bounds(self, end: int) -> list[int]:
-        return self.recording(1, 1).served.bounds(end)
+        served = self.recording(1, 1).served
+        assert served is not None, "a recorded step has them"
+        return served.bounds(end)
 
     def drafts_reason(self, first: int, end: int) -> str | None:
         """Return why drafts cannot be verified behind ``first`` to ``end - 1`` tokens in the cache, or None."""
         return self.shape_reason(1, MAX_QUERY_LEN) or self.by_length.drafts_reason(first, end)
 
     def _not_recorded(self, error: Exception, where: str = "") -> Cause:
-        is_known = isinstance(error, Unrecordable)
         self.is_passing = self.is_passing or isinstance(error, OUT_OF_MEMORY)
-        what = str(error) if is_known else f"{type(error).__name__}: {error}"
+        code = error.code if isinstance(error, Unrecordable) else Unrecordable.code
+        what = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
         if self.files_reason is not None:
             return self.files_reason
         if (layer := compat.foreign_layer(self.module)) is not None:  # such kernels take no tensors without data
             return odd_module(layer, f"{where}{what}")
-        return Cause(error.code if is_known else Unrecordable.code, f"{where}{what}", self.module)
+        return Cause(code, f"{where}{what}", self.module)
 
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
         """Return why the recorded step is not used, or None: so many sequences cannot be recorded, or it is wrong."""

@@ -212,7 +212,8 @@ class PlacedPart(LocalRecordedPart):
             each.untyped_storage()._cdata: (each.nbytes, self.device_of(each)) for each in self.module.parameters()
         }
         for path in self._looked_at.skeleton.quantized:
-            quants = self.module.get_submodule(path).quants
+            layer: Any = self.module.get_submodule(path)
+            quants = layer.quants
             found[quants.untyped_storage()._cdata] = quants.nbytes, self.device_of(quants)
         return found
 

@@ -39,12 +39,12 @@ class Recorder(Notes):
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self.quiet():
             length = self.lengths.size + k.shape[2]
-            all_ = tuple(each.new_empty(*each.shape[:2], length, each.shape[3]) for each in (k, v))
+            all_k, all_v = (each.new_empty(*each.shape[:2], length, each.shape[3]) for each in (k, v))
         if self.is_rehearsing:
             return k, v
-        call = self.emit(marks.append, {"k": k, "v": v, "layer": layer}, list(all_))
-        self._states[self._indices(all_)] = call.out, layer
-        return all_
+        call = self.emit(marks.append, {"k": k, "v": v, "layer": layer}, [all_k, all_v])
+        self._states[self._indices((all_k, all_v))] = call.out, layer
+        return all_k, all_v
 
     def attend(self, module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None,
                s_aux=None, dropout=0.0, **others):  # fmt: skip

@@ -32,7 +32,7 @@ class Skeleton:
     """A copy of a model whose tensors hold no data: recording runs it, and leaves the model alone.
 
     Args:
-        model: the model.
+        model: the model, a ``PreTrainedModel``.
         evaluates: whether the copy is as ``model.eval()`` makes a model; if not, as the model is.
         code: notes what runs of the model's code.
         quantized: what another copy has under this name.
@@ -48,14 +48,15 @@ class Skeleton:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         evaluates: bool = True,
         code: NotedCode | None = None,
         quantized: dict[str, torch.Tensor] | None = None,
         walk: Walk | None = None,
     ):
         self.model, self.code = model, NotedCode() if code is None else code
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=new_env())
+        self.env = new_env()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.env)
         self.device = _home(model)  # where all tensors of the copy claim to be
         self.real: dict[int, torch.Tensor] = {}  # id of a tensor without data -> the model's own
         #: name of a quantized layer -> a matrix without data that stands for its weight
@@ -92,15 +93,17 @@ class Skeleton:
             self.code.first_uses = FirstUses(model.modules())
         self.lock = threading.RLock()  # of threads that run the copy
         self._held: Walk | None = None
+        self._watch: Watch | None = None
 
     def look(self) -> None:
         """Note the Python values that the copy holds now."""
-        if self._held is None or not self._watch.holds():
+        if self._watch is None or not self._watch.holds():
             self._held = self._walk()
             self._watch = Watch(self._held)
 
     def what_differs(self) -> list[str]:
         """Return where the copy holds other Python values than when :meth:`look` was called."""
+        assert self._held is not None and self._watch is not None
         return [] if self._watch.holds() else differences(self._held.values, self._walk().values)
 
     def _walk(self) -> Walk:
@@ -152,7 +155,7 @@ class Skeleton:
         return self.copy(**arguments).logits
 
     def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        made: torch.Tensor = self.mode.from_tensor(tensor.detach(), static_shapes=True)
         if made.device != self.device:
             with self.mode:
                 made = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=self.device)
@@ -165,7 +168,10 @@ class Skeleton:
 def _home(model: nn.Module) -> torch.device:
     """Return the device of a model's parameters; of several, that of the embeddings."""
     found = {each.device for each in model.parameters()}
-    return compat.text_embedding(model).weight.device if len(found) > 1 else next(iter(found), torch.device("cpu"))
+    if len(found) <= 1:
+        return next(iter(found), torch.device("cpu"))
+    embedding: Any = compat.text_embedding(model)
+    return embedding.weight.device
 
 
 def _stock_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -39,7 +39,7 @@ def spread_modules(recorder: Recorder) -> Iterator[None]:
                 vars(module)["forward"] = before
 
 
-def _forward(recorder: Recorder, module: nn.Module, shard: Shard) -> Callable[..., Any]:
+def _forward(recorder: Recorder, module: Any, shard: Shard) -> Callable[..., Any]:
     inner, style = module.forward, shard.style
 
     def together(op: Callable[..., Any], features: int | None = None, /, **tensors: Any) -> torch.Tensor:

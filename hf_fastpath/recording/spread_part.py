@@ -20,16 +20,16 @@ from .proof import reason_against
 
 
 class SpreadPart(LocalRecordedPart):
-    """What this rank has of a recorded model.
-
-    Attributes:
-        ranks: the processes.
-    """
+    """What this rank has of a recorded model."""
 
     def __init__(self, architecture: RecordedOverRanks, whole: nn.Module):
         super().__init__(architecture, whole, local_model(whole, architecture.ranks))
-        self.ranks = architecture.ranks
+        self._ranks = architecture.ranks
         self._joint: dict[int, int] = {}  # number of sequences -> see _together()
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._ranks
 
     @property
     def num_embeddings(self) -> int:
@@ -62,7 +62,7 @@ class SpreadPart(LocalRecordedPart):
         told = self.ranks.told([self.verdict is None, self._together(batch)], "step")
         if len({together for _, together in told}) > 1:
             return Cause("sharded", "ranks whose steps put other things together", self.module)
-        if any(is_unproven for is_unproven, _ in told):
+        if self.verdict is None or any(is_unproven for is_unproven, _ in told):
             self.verdict = None
             self.verdict = (self.ranks.agreed(reason_against(self, plans)),)
         return self.verdict[0]

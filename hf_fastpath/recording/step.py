@@ -118,11 +118,13 @@ def _record_with_care(
     """Return a step, and where Python values are that the step changes and its code reads."""
     skeleton = noting.skeleton
     skeleton.look()
+    first_uses = skeleton.code.first_uses
+    assert first_uses is not None, "the skeleton has begun with them"
     try:
         with skeleton.code.noting():
             recording = _record(noting, batch, query_len, arguments, with_mask)
     finally:
-        kept = skeleton.code.first_uses.undo()
+        kept = first_uses.undo()
         forget_lengths(skeleton.copy.modules())
     for where_, value in kept:
         if not noting.is_constant(value):
@@ -170,7 +172,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         whole: Any = cache
         if has_encoder:
             whole = compat.over_encoder(cache)
-            given_output = compat.encoder_output(skeleton.encoder_output(batch, noting.lengths.encoded))
+            given_output: Any = compat.encoder_output(skeleton.encoder_output(batch, noting.lengths.encoded))
             arguments = arguments | {"encoder_outputs": given_output}
             rehearse(noting, batch, whole, arguments)
         elif has_states:
@@ -223,10 +225,10 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         if not any(each.index in of_text for call in calls for each in read_by(call)):
             raise OwnPadding("attention that is not given the mask of the text")
     windows: dict[int, int | None] = {}  # of masks that the kernels have
-    sizes = sorted({kind.window for kind in cache.kinds if kind.window is not None})
+    window_sizes = sorted({kind.window for kind in cache.kinds if kind.window is not None})
     for index, function in noting.masks.items():
         with suppress(Unrecordable):
-            windows[index] = window_of(compat.with_held(function, noting.held), sizes, noting.rows)
+            windows[index] = window_of(compat.with_held(function, noting.held), window_sizes, noting.rows)
     for call in noting.calls:
         if call.op in (marks.attend, marks.latent_attend):
             mask = call.arguments["window"]

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import compat
 from .recorder import Recorder
@@ -33,7 +32,7 @@ def attention_of_streams(recorder: Recorder) -> Iterator[None]:
 
 
 def _over_text(
-    recorder: Recorder, module: nn.Module, forward: Callable[..., Any], hidden_states: torch.Tensor, **given: Any
+    recorder: Recorder, module: Any, forward: Callable[..., Any], hidden_states: torch.Tensor, **given: Any
 ) -> tuple[torch.Tensor, None, None]:
     """Attend to the text: every stream to its keys and values, and all but the first stream to their own as well."""
     if recorder.is_rehearsing:
@@ -64,7 +63,7 @@ def _over_text(
 
 
 def _over_encoded(
-    recorder: Recorder, module: nn.Module, forward: Callable[..., Any], hidden_states: torch.Tensor, **given: Any
+    recorder: Recorder, module: Any, forward: Callable[..., Any], hidden_states: torch.Tensor, **given: Any
 ) -> tuple[torch.Tensor, None]:
     """Attend to what an encoder has read."""
     if recorder.is_rehearsing:
@@ -72,7 +71,10 @@ def _over_encoded(
     _refuse_masks(given)
     heads, dim = module.num_attn_heads, module.head_dim
     q = module.query_proj(hidden_states).unflatten(-1, (heads, dim)) / dim**0.5
-    k, v = compat.encoded_states(given[compat.CACHE])[module.layer_idx]
+    states = compat.encoded_states(given[compat.CACHE])[module.layer_idx]
+    if states is None:
+        raise Unrecordable("attention to what no encoder has read")
+    k, v = states
     out, _ = recorder.attend(module, _as_heads(q), k, v, None, scaling=1.0)
     return module.out_proj(_as_streams(out, heads)), None
 

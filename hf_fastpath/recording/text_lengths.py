@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -108,7 +109,7 @@ class _Env(ShapeEnv):
         return found
 
 
-def new_env() -> ShapeEnv:
+def new_env() -> _Env:
     """Return what keeps the symbols of lengths, for a mode that makes tensors without data."""
     return _Env()
 
@@ -116,7 +117,8 @@ def new_env() -> ShapeEnv:
 def asked_by() -> tuple[str, str, bool]:
     """Return the file of a model's code that runs, its line as text, and whether an op of PyTorch's has asked for a
     number rather than this code; also if none of a model's code runs."""
-    frame, is_op = sys._getframe(1), False
+    frame: FrameType | None = sys._getframe(1)
+    is_op = False
     while frame is not None and frame.f_code.co_name != "record":  # behind which is who calls us
         file = frame.f_code.co_filename
         if is_of_model(file):
@@ -216,12 +218,17 @@ class Lengths:
         made = [self._new(*each) for each in (("past", past), ("size", past), ("encoded", encoded))]
         self._symbols = made[0].node.expr, made[2].node.expr
         self._of_sizes = made[1].node.expr
+        self.past: Any
+        self.size: Any
+        self.encoded: Any
         self.past, self.size, self.encoded = (past, past, encoded) if is_plain else made
 
     def _new(self, name: str, hint: int) -> torch.SymInt:
         source = ConstantSource(f"{name}_{next(_NUMBERS)}")
         symbol = self._env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        return self._env.create_symintnode(symbol, hint=hint, source=source)
+        made = self._env.create_symintnode(symbol, hint=hint, source=source)
+        assert isinstance(made, torch.SymInt)
+        return made
 
     def _questions(self) -> Iterator[tuple[Any, str, str, bool]]:
         """Yield what was asked of lengths: a formula of one symbol for each length, and who asked."""

@@ -16,7 +16,7 @@ import torch
 from models import counting
 
 import hf_fastpath
-from hf_fastpath.recording import part as recorded_part
+from hf_fastpath.recording import whole_step as recorded_step
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
@@ -134,8 +134,8 @@ def test_adapters_take_effect(name, kind, monkeypatch):
     check("plain", disabled=True)
     assert torch.equal(seen["plain"], plain) and not torch.equal(seen["adapter"], plain), "an adapter changes nothing"
     records = []
-    record = recorded_part.record
-    monkeypatch.setattr(recorded_part, "record", lambda *given: (records.append(given), record(*given))[1])
+    record = recorded_step.record
+    monkeypatch.setattr(recorded_step, "record", lambda *given: (records.append(given), record(*given))[1])
     for _ in range(2):
         check("plain", disabled=True)
         check(list(seen)[-2])

@@ -27,8 +27,8 @@ def made(device, dtype, rows, features, matrices, weight_dtype, added=False, **o
 
 def odd_sizes(device, dtype):
     for rows, features, matrices in (
-        (1, 1, [(1, 0, 1)]),
-        (1, 40, [(17, 3, 30)]),
+        (16, 1, [(1, 0, 1)]),
+        (7, 40, [(17, 3, 30)]),
         (16, 9, [(8, 0, 9), (8, 0, 9)]),
         (13, 257, [(7, 0, 257), (16, 250, 7), (1, 100, 1)]),
         (2, 1030, [(32, 2, 1028)]),

@@ -232,6 +232,19 @@ def test_the_method_may_change_the_model(what):
     assert torch.equal(found, greedy(stock, 20, 12)) and not torch.equal(found, before)
 
 
+def test_a_method_without_positions_may_change_the_model():
+    """Stock's forward goes on, and nobody compares its inputs with what a plan would read."""
+    require_native(CPU)
+    changes = edits("hook")
+
+    def method(self, input_ids, **kwargs):
+        changes(self, input_ids, **kwargs)
+        return names_less(self, input_ids, **kwargs)
+
+    stock, ours = own(method)
+    assert torch.equal(greedy(ours, 20, 12), greedy(stock, 20, 12))
+
+
 def counts_calls(self, input_ids, *args, **kwargs):
     """Take arguments by any name, and keep state."""
     found = of_glm4(self, input_ids, *args, **kwargs)

@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fastpath.compat import CACHE
+from hf_fastpath.decode import named_calls
 from hf_fastpath.decode.named_calls import Call, Norm
 from hf_fastpath.decode.pass_table import Pass
 from hf_fastpath.decode.rank_calls import gathered
@@ -21,6 +22,7 @@ from hf_fastpath.recording import marks
 from hf_fastpath.recording.probing import evaluate
 from hf_fastpath.recording.recording import Recording, registers_in
 from hf_fastpath.recording.skeleton import Skeleton
+from hf_fastpath.recording.stand_ins import StandIns
 from hf_fastpath.recording.step import record
 
 WIDTH, VOCAB = 16, 13
@@ -182,8 +184,21 @@ def computed(recording: Recording, seed: int = 0, position: int = POSITION) -> l
         Call(_computing(recording, call, seed, positions[0]), call.arguments, call.out) for call in recording.calls
     ]
     with torch.no_grad():
-        values = evaluate(calls, given)
+        values = evaluate(calls, given, _stood_for(recording))
     return [values[recording.logits.index], *(values[register.index] for register in states)]
+
+
+def _stood_for(recording: Recording) -> dict[int, torch.Tensor]:
+    """Return by the id of each stand-in in a list the matrix that it stands for, of weights with adapters."""
+    stand_ins, found = StandIns(recording), {}
+    for call in recording.calls:
+        for each in named_calls.tensors_in(call.arguments):
+            if each in stand_ins:
+                weight = stand_ins.weight(each, bool(call.arguments.get("transposed")))
+                added = sum(part.scale * part.up.double() @ part.down.double() for part in weight.adapters)
+                matrix = weight.base.matrix.double()
+                found[id(each)] = matrix + (added.t() if weight.base.transposed else added)
+    return found
 
 
 def _computing(recording: Recording, call: Call, seed: int, positions: torch.Tensor) -> Callable[..., Any]:

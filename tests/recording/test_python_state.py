@@ -16,8 +16,8 @@ from transformers import StoppingCriteriaList
 
 import hf_fastpath
 from hf_fastpath.patching.state import state_of
-from hf_fastpath.recording import part as recorded_part
 from hf_fastpath.recording import proof
+from hf_fastpath.recording import whole_step as recorded_step
 
 IDS = torch.randint(3, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
 
@@ -30,13 +30,13 @@ class Looking(TorchFunctionMode):
 @pytest.fixture
 def records(monkeypatch):
     """Return a list that gets an entry for every step that is recorded."""
-    found, record = [], recorded_part.record
+    found, record = [], recorded_step.record
 
     def noting(*given):
         found.append(given[1:])
         return record(*given)
 
-    monkeypatch.setattr(recorded_part, "record", noting)
+    monkeypatch.setattr(recorded_step, "record", noting)
     return found
 
 
@@ -153,7 +153,7 @@ def test_what_is_not_proven_is_tried_again(monkeypatch):
 def test_lack_of_memory_is_no_verdict(monkeypatch):
     """An error that says nothing of the model, in the proof or while a step is recorded, is gone with the next call."""
     expected = generated(own_model("InDict"))
-    for where, name in ((proof, "difference"), (recorded_part, "record")):
+    for where, name in ((proof, "difference"), (recorded_step, "record")):
         ours = hf_fastpath.patch(own_model("InDict"), quiet=True)
         edit(ours, 3.0)
         edit(ours, 1.0)

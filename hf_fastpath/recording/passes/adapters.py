@@ -26,15 +26,17 @@ def adapters(recording: Recording, model: nn.Module) -> None:
 
     A matrix without data stands for that weight, see :mod:`..stand_ins`.
     """
-    found, instead = _Search(recording), {}
+    found = _Search(recording)
+    instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         whole = found.whole(call)
         if whole is not None:
             product, behind = whole
             matrix, transposed = product.arguments["weight"], bool(product.arguments.get("transposed"))
             stand_in = torch.empty(matrix.shape, dtype=matrix.dtype, device="meta")
-            weight = AdaptedWeight(found.stand_ins.weight(matrix, transposed), tuple(behind))
-            recording.stand_ins.append((stand_in, weight))
+            base = found.stand_ins.weight(matrix, transposed)
+            assert not isinstance(base, AdaptedWeight), "this pass alone makes such weights, of whole sums"
+            recording.stand_ins.append((stand_in, AdaptedWeight(base, tuple(behind))))
             instead[id(call)] = [Call(marks.linear, product.arguments | {"weight": stand_in}, call.out)]
     recording.rewrite(instead, {})
 
@@ -54,7 +56,9 @@ class _Search:
         users = self._users.get(call.out.index, [])
         if last is call and len(users) == 1 and users[0] is not None and self._goes_on(users[0], call.out):
             return None
-        x, behind, product = None, [], last
+        x: Register | None = None
+        behind: list[Adapter] = []
+        product: Call | None = last
         while product is not None and product.op is _aten.add.Tensor:
             part = self._part(product)
             if part is None or (x is not None and part[2].index != x.index):
@@ -62,8 +66,9 @@ class _Search:
             before, adapter, x = part
             behind.insert(0, adapter)
             product = self._lone(before, marks.linear) or self._lone(before, _aten.add.Tensor)
-        fits = product is not None and len(behind) <= _MOST and self._fits(product, x, behind, call)
-        return (product, behind) if fits else None
+        if product is None or x is None or len(behind) > _MOST or not self._fits(product, x, behind, call):
+            return None
+        return product, behind
 
     def _lone(self, register: Any, op: Any) -> Call | None:
         """Return the call of an op that makes a register which one call alone reads; else None."""
@@ -91,14 +96,14 @@ class _Search:
             register, scale = scaled.arguments["self"], scaled.arguments["other"]
         up = self._lone(register, marks.linear)
         down = None if up is None else self._lone(up.arguments["x"], marks.linear)
-        if down is None or type(scale) not in (int, float) or not is_bare(up) or not is_bare(down):
+        if up is None or down is None or type(scale) not in (int, float) or not is_bare(up) or not is_bare(down):
             return None
-        matrices = [each.arguments["weight"] for each in (down, up)]
-        if not all(_plain(each) and each not in self.stand_ins for each in matrices):
+        of_down, of_up = (each.arguments["weight"] for each in (down, up))
+        if not all(_plain(each) and each not in self.stand_ins for each in (of_down, of_up)):
             return None
         cast = self._producers.get(getattr(down.arguments["x"], "index", -1))
         x = cast.arguments["self"] if cast is not None and _is_cast(cast) else down.arguments["x"]
-        return (Adapter(*matrices, float(scale)), x) if isinstance(x, Register) else None
+        return (Adapter(of_down, of_up, float(scale)), x) if isinstance(x, Register) else None
 
     def _fits(self, product: Call, x: Register, behind: list[Adapter], call: Call) -> bool:
         """Whether adapters are of the product's input, and all is of types that ops take."""

@@ -28,7 +28,8 @@ _VIEWS = frozenset({_aten.unsqueeze.default, _aten.view.default, _aten.expand.de
 
 def positional(recording: Recording) -> set[int]:
     """Return the registers whose values depend on the positions alone."""
-    memory, others = Memory(recording), set()
+    memory = Memory(recording)
+    others: set[int] = set()
     while True:  # until no memory is left that something else is written to
         found = _positional(recording, memory, others)
         writers = ((number, call) for number, calls in memory.writers.items() for call in calls)
@@ -294,8 +295,8 @@ def emit_angles(
     """Return calls that give cos and sin, [batch or 1, query_len, rotary_dim]."""
     shape = (recording.batch, recording.query_len)
     like = recording.fact(tables[0]).new_empty(*shape, 1)
-    both = Call(marks.angles, {"tables": list(tables), "formula": formula[1], "dtype": dtype, "pairs": pairs}, None)
-    both.out = recording.register(like)
+    given = {"tables": list(tables), "formula": formula[1], "dtype": dtype, "pairs": pairs}
+    both = Call(marks.angles, given, recording.register(like))
     made.append(both)
     registers = []
     for place in range(2):

@@ -135,8 +135,10 @@ def _formulas(module: nn.Module, stacks: compat.ExpertStacks) -> Iterator[dict[s
             expected = compat.gathered_experts(changed, *given)
         except MISFITS:
             return
+        rows, ids, weights = given
         for layout in _layouts(module, stacks):
-            if _agree_by_row(fused_experts(*given, **small, **layout), expected):
+            arguments: dict[str, Any] = {**small, **layout}
+            if _agree_by_row(fused_experts(rows, ids, weights, **arguments), expected):
                 yield layout
 
 
@@ -158,7 +160,7 @@ def _few_experts(
     """Return a module like ``module`` with three small experts, and two more if some have no weights; their random
     weights by role; and rows, ids and weights of experts that the module may be given."""
     first = 2 * _WIDTH if stacks.has_gate else _WIDTH
-    sides = {"gate_up_weight": (first, _FEATURES), "down_weight": (_FEATURES, _WIDTH)}
+    sides: dict[str, tuple[int, ...]] = {"gate_up_weight": (first, _FEATURES), "down_weight": (_FEATURES, _WIDTH)}
     sides = {role: each[::-1] if stacks.is_transposed else each for role, each in sides.items()}
     sides |= {"gate_up_bias": (first,), "down_bias": (_FEATURES,)}
     counts = sorted({len(each) for each in stacks.tensors.values()})

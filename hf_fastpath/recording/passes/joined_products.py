@@ -56,8 +56,8 @@ def joined_gathers(recording: Recording, model: nn.Module) -> None:
         if call.op is not marks.joined_linear:
             continue
         slices = users[call.out.index]
-        gathers = [_even_gather(users, each) for each in slices]
-        if None not in gathers:
+        gathers = [each for part in slices if (each := _even_gather(users, part)) is not None]
+        if len(gathers) == len(slices):
             instead |= {id(each): [] for each in (*slices, *gathers)}
             instead[id(call)] = [call, *_gathered(recording, call.out, gathers)]
     recording.rewrite(instead, {})

@@ -44,8 +44,10 @@ def _later(recording: Recording) -> dict[int, list[Call]]:
             names = ["self", "other"]
         else:
             continue
-        sums = [alone(call.arguments[name]) for name in names]
-        if None in sums or call.out.index in recording.mutated or not _are_rows(recording, call.out, sums[0]):
+        sums = [each for name in names if (each := alone(call.arguments[name])) is not None]
+        if len(sums) < len(names) or call.out.index in recording.mutated:
+            continue
+        if not _are_rows(recording, call.out, sums[0]):
             continue
         given = {name: each.arguments["x"] for name, each in zip(names, sums)}
         made = recording.call(call.op, recording.fact(call.out), **call.arguments | given)

@@ -145,7 +145,7 @@ def follows_length(recording: Recording, call: Call) -> bool:
     return any(True for each in call.arguments.values() for _ in _numbers(each, lengths))
 
 
-def _numbers(value: Any, wanted: set[int]) -> Iterator[int]:
+def _numbers(value: Any, wanted: set[int]) -> Iterator[int | FloatOfLength]:
     if isinstance(value, (IntOfLength, FloatOfLength)) or (type(value) is int and value in wanted):
         yield value
     elif isinstance(value, (list, tuple)):

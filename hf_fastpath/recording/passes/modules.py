@@ -96,7 +96,7 @@ def _tried(recording: Recording, span: Span, weight: Any, bias: Any, numbers: li
         xs = [scale * (torch.randn(shape, dtype=torch.float64) + 0.1) for scale in _SCALES]
         w = None if weight is None else torch.randn(weight.shape, dtype=torch.float64)
         b = None if bias is None else torch.randn(bias.shape, dtype=torch.float64)
-    stand_in = {id(each): values for each, values in ((weight, w), (bias, b)) if each is not None}
+    stand_in = {id(each): values for each, values in ((weight, w), (bias, b)) if values is not None}
     try:
         expected = [evaluate(span.calls, {span.inputs[0].index: x}, stand_in)[span.outputs[0].index] for x in xs]
     except (RuntimeError, TypeError, KeyError, NotImplementedError):

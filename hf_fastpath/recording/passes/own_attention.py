@@ -198,14 +198,15 @@ def _tried(recording: Recording, calls: list[Call], held: _Held, q: Register, ou
     except MISFITS:
         return None
     expected = ran[out.out.index]
-    size, queries = facts[0].shape[-1], given[0].view(recording.batch, -1, *facts[0].shape[-2:])
+    (q_values, k, v), size = given, facts[0].shape[-1]
+    queries = q_values.view(recording.batch, -1, *facts[0].shape[-2:])
     numbers = {abs(each) for call in calls for each in _plain_numbers(call) if each}
     scales = dict.fromkeys([size**-0.5, 1.0, *numbers, *(1 / each for each in numbers)])
     length = facts[1].shape[2]
     biases = [None, *_biases([*ran.values(), *_constants(calls)], length, queries.shape[1])]
     windows = [None, length, *_windows(recording, calls, length)]
     for scale, slopes, window in itertools.product(scales, biases, windows):
-        found = _attention(queries, *given[1:], scale, slopes, window)
+        found = _attention(queries, k, v, scale, slopes, window)
         if expected.numel() == found.numel() and agree(expected, found.reshape(expected.shape)):
             device = next((each.device for each in facts), None)
             slopes = None if slopes is None else slopes.to(device, torch.float32)

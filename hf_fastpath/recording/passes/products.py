@@ -135,13 +135,13 @@ def split_products(recording: Recording, model: nn.Module) -> None:
         if call.out.index in together:
             continue
         readers = users.get(call.out.index, [])
-        slices = [_slices(recording, each, call.out, users) for each in readers]
-        if not slices or None in slices:
+        slices = [read for each in readers if (read := _slices(recording, each, call.out, users)) is not None]
+        if not slices or len(slices) < len(readers):
             continue
         made: list[Call] = []
         for each, found in zip(readers, slices):
             for register, start, length in found:
-                weight, bias = (call.arguments.get(name) for name in ("weight", "bias"))
+                weight, bias = call.arguments["weight"], call.arguments.get("bias")
                 part = {
                     "weight": weight.narrow(0, start, length),
                     "bias": None if bias is None else bias.narrow(0, start, length),
@@ -204,14 +204,15 @@ def is_bare(call: Call) -> bool:
 
 def gates(recording: Recording, model: nn.Module) -> None:
     """Pass: make one call of ``activation(x @ gate) * (x @ up)``."""
-    only, instead = only_reader(recording), {}
+    only = only_reader(recording)
+    instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         if call.op is not _aten.mul.Tensor:
             continue
         for one, other in (("self", "other"), ("other", "self")):
             acted, up = only(call.arguments[one], marks.activated), only(call.arguments[other], marks.linear)
             gate = None if acted is None else only(acted.arguments["x"], marks.linear)
-            if gate is None or up is None or not _alike(recording, gate, up):
+            if acted is None or gate is None or up is None or not _alike(recording, gate, up):
                 continue
             if acted.arguments["activation"] == Activation.RELU:
                 continue
@@ -232,7 +233,8 @@ def gates(recording: Recording, model: nn.Module) -> None:
 
 def activations(recording: Recording, model: nn.Module) -> None:
     """Pass: make one call of a product and the activation behind it."""
-    only, instead = only_reader(recording), {}
+    only = only_reader(recording)
+    instead: dict[int, list[Call]] = {}
     for call in recording.calls:
         product = only(call.arguments["x"], marks.linear) if call.op is marks.activated else None
         if product is not None and takes_product(recording, product):

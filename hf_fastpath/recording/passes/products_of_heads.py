@@ -20,7 +20,8 @@ def products_of_heads(recording: Recording, model: nn.Module) -> None:
     """Pass: let ``ops.head_products`` multiply columns, one of each head and sequence, by a matrix of each head."""
     instead: dict[int, list[Call]] = {}
     for call in recording.calls:
-        weight, columns = (call.arguments.get(name) for name in ("a", "b"))
+        weight: Any = call.arguments.get("a")
+        columns = call.arguments.get("b")
         if call.op is not marks.matmul or not _is_of_heads(weight) or not isinstance(columns, Register):
             continue
         x, out = recording.fact(columns), recording.fact(call.out)

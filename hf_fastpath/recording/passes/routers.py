@@ -159,8 +159,8 @@ def _described(recording: Recording, front: _Front, ids: Register, weights: Regi
     for choice in _choices(front.calls, count):
         if top_k > count // choice["num_groups"] * choice["top_groups"]:
             continue
-        shares = [each.shares(choice) for each in drawn]
-        if any(each is None for each in shares):
+        shares = [found for each in drawn if (found := each.shares(choice)) is not None]
+        if len(shares) < len(drawn):
             continue
         for behind in _weighings(front.calls):
             if all(each.agrees(of_each, **behind) for each, of_each in zip(drawn, shares)):

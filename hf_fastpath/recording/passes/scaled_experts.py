@@ -45,7 +45,7 @@ def scaled_experts(recording: Recording, model: nn.Module) -> None:
 
 def _is_of_stack(recording: Recording, call: Call) -> bool:
     """Whether a call multiplies rows of each expert, [num_experts, rows, features], by a matrix of the expert."""
-    stack = call.arguments.get("mat2")
+    stack: Any = call.arguments.get("mat2")
     if call.op is not _aten.bmm.default or not isinstance(call.arguments["self"], Register):
         return False
     return type(stack) in PLAIN_TENSORS and stack.dtype in FLOAT_DTYPES and stack.stride(-1) == 1
@@ -113,7 +113,8 @@ def _front(recording: Recording, producers: dict[int, Call], first: Call) -> tup
 
 def _total(recording: Recording, users: dict[int, list[Any]], down: Call) -> Call | None:
     """Return the call that adds what all experts give, or None."""
-    calls, last = [], down
+    calls: list[Call] = []
+    last = down
     while last.op is not _aten.sum.dim_IntList:
         readers = users.get(last.out.index, [])
         if len(readers) != 1 or readers[0] is None or len(read_by(readers[0])) != 1 or len(calls) > 4:

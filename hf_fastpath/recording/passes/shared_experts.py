@@ -24,7 +24,8 @@ def shared_experts(recording: Recording, model: nn.Module) -> None:
     """
     if recording.batch * recording.query_len > 1:
         return
-    only, instead = only_reader(recording), {}
+    only = only_reader(recording)
+    instead: dict[int, list[Call]] = {}
     for last, others, down, routed in _sums(recording, only):
         shut = only(down.arguments["x"], marks.sigmoid_gated)
         inside = only(down.arguments["x"] if shut is None else shut.arguments["x"], marks.gated)

@@ -80,7 +80,8 @@ def _replace(
     states = [each for found in recording.states for each in found if recording.fact(each).dim() in dims]
     if not states:
         return
-    borders, known = Borders(recording), {}
+    borders = Borders(recording)
+    known: dict[tuple, _Roles | None] = {}
     found: list[tuple[Region, _Roles]] = []
     for state in states:
         shape = recording.fact(state).shape
@@ -92,8 +93,8 @@ def _replace(
             key = structure_of(recording, sources, [], region.calls), strides
             if key not in known:
                 known[key] = _tried(recording, region, op, roles_of)
-            if known[key] is not None:
-                found.append((region, known[key]))
+            if (tried := known[key]) is not None:
+                found.append((region, tried))
                 break
     instead: dict[int, list[Call]] = {}
     producers = recording.producers()
@@ -270,7 +271,7 @@ def _convolution_roles(shapes: _Shapes) -> Iterator[_Roles]:
     for weight, bias in _parameters(shapes, channels * width, channels):
         for names in (("x", *each) for each in gates if len(each) + 1 == len(shapes.inputs)):
             for order in itertools.permutations(range(len(names))):
-                roles = {name: _Given("input", place, row) for name, place in zip(names, order)}
+                roles: _Roles = {name: _Given("input", place, row) for name, place in zip(names, order)}
                 roles |= dict(conv_state=_Given("state", 0, shapes.state), bias=_parameter(bias, channels))
                 roles["weight"] = _parameter(weight, channels, width)
                 yield from (roles | {"activation": each} for each in ACTIVATIONS)
@@ -287,7 +288,7 @@ def _delta_roles(shapes: _Shapes) -> Iterator[_Roles]:
             continue
         of_gate = (heads,) if sizes[a] == heads else (heads, k_dim)
         of_key = batch, sizes[q] // k_dim, k_dim
-        roles = dict(q=_Given("input", q, of_key), k=_Given("input", k, of_key))
+        roles: _Roles = dict(q=_Given("input", q, of_key), k=_Given("input", k, of_key))
         roles |= dict(v=_Given("input", v, (batch, heads, v_dim)), a=_Given("input", a, (batch, *of_gate)))
         roles |= dict(b=_Given("input", b, (batch, heads)), state=_Given("state", 0, shapes.state))
         for a_log, dt_bias in _parameters(shapes, heads, math.prod(of_gate)):

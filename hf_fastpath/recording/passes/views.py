@@ -92,7 +92,7 @@ def no_change(recording: Recording, model: nn.Module) -> None:
     for call in recording.calls:
         if call.out.index in recording.mutated:
             continue
-        given = next(iter(call.arguments.values()), None)
+        given: Any = next(iter(call.arguments.values()), None)
         if call.op is _aten.cat.default and len(given) == 1:
             (given,) = given
         while isinstance(given, Register) and given.index in values:
