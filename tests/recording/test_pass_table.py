@@ -12,6 +12,7 @@ from models import CPU, counting, require_native
 
 import hf_fastpath
 from hf_fastpath import logs
+from hf_fastpath.compat import CACHE
 from hf_fastpath.decode import pass_dump, pass_table
 from hf_fastpath.decode import passes as of_steps
 from hf_fastpath.decode.call_text import texts
@@ -184,6 +185,8 @@ def described(recording: Recording) -> tuple:
 @pytest.mark.parametrize("model_type", (*MODELS, "mamba2", "deepseek_v2", "gpt_neo", "llama4_text"))
 def test_a_pass_finds_nothing_in_what_it_has_made(model_type):
     """A pass that runs twice changes nothing the second time, so that its result is no accident of its walk."""
+    if model_type == "mamba2" and CACHE != "cache":
+        pytest.skip("not recorded with this transformers: mamba2 takes its cache by another name")
     model = small_model(model_type)
     recording = record(Skeleton(model), 1, 1)
     recording.drop_unread()
