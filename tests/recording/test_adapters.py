@@ -77,7 +77,7 @@ def assert_no_more_of_pytorch(calls: Counter, plain: nn.Module) -> None:
 FAMILIES = ("llama", "gpt2", "qwen3", "gemma2", "phi3", "falcon", "cohere", "glm4", "granitemoe", "bloom", "lfm2")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_input_has_two_more_calls(name):
     calls = calls_of(assert_alike(adapted(small(name))))
@@ -85,6 +85,7 @@ def test_an_input_has_two_more_calls(name):
     assert_no_more_of_pytorch(calls, small(name))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "options",
     (
@@ -119,6 +120,7 @@ def test_what_is_more_than_two_products_is_right(options):
     assert_alike(adapted(small("llama"), **options))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ("llama", "gpt2", "glm4"))
 @pytest.mark.parametrize("rows", (1, 3, 20))
 def test_rows(name, rows):
@@ -138,6 +140,7 @@ def test_a_weight_that_is_read_otherwise_is_none_with_adapters(monkeypatch):
     assert not calls["lora_up"] and calls["mul.Tensor"] > 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("autocast", (True, False))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_adapters_in_float32_and_in_16_bits(dtype, autocast):
@@ -173,6 +176,7 @@ def test_weights_of_adapters_are_read_as_they_are():
     assert torch.equal(generated(ours), generated(model))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("weights", ("int8", "int4_g32"))
 @pytest.mark.parametrize("name", ("llama", "glm4"))
 def test_the_base_alone_is_quantized(name, weights):

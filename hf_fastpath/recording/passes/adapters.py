@@ -112,6 +112,9 @@ class _Search:
             return False
         if matrix not in self.stand_ins and not _plain(matrix):
             return False
+        if (bias := product.arguments.get("bias")) is not None:
+            if not isinstance(bias, torch.Tensor) or bias.dtype != matrix.dtype:
+                return False
         outer = {each.dtype for each in (matrix, fact(x), fact(product.out), fact(call.out))}
         inner = {each.dtype for adapter in behind for each in (adapter.down, adapter.up)}
         return len(outer) == len(inner) == 1 and outer <= set(FLOAT_DTYPES) and inner <= outer | {torch.float32}
