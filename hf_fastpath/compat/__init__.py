@@ -74,7 +74,7 @@ from .encoders import (
     text_output,
     token_shape,
 )
-from .foreign import adapter_modules, foreign_code, foreign_layer, function_code
+from .foreign import adapter_modules, foreign_code, foreign_layer, function_code, merged_layer
 from .generation import (
     FORWARD_ARGUMENTS,
     WITHOUT_EFFECT,

@@ -65,6 +65,12 @@ def adapter_modules(model: nn.Module) -> set[int]:
     return found
 
 
+def merged_layer(model: nn.Module) -> str | None:
+    """Return the name of a layer into whose weight an adapter of PEFT is merged, but not for good; or None."""
+    layers = ((name, each) for name, each in model.named_modules() if getattr(each, "adapter_layer_names", ()))
+    return next((name for name, each in layers if getattr(each, "merged_adapters", ())), None)
+
+
 def foreign_code(module: nn.Module) -> str | None:
     """Return the reason code of a layer that another package has made or quantized; None for any other layer.
 

@@ -184,7 +184,7 @@ class Lower:
     ) -> Any:
         """Emit a base product with adapters; products by ``down`` come first, as nothing waits for the base product."""
         added = dict(weights=adapters.up, scales=adapters.scales, firsts=adapters.firsts)
-        if self.many or sum(map(len, adapters.down)) > MAX_RANKS:
+        if self.many or not adapters.are_alike or sum(map(len, adapters.down)) > MAX_RANKS:
             out = base()
             given = dict(x=self._input(Product(x, PlainWeight(adapters.down[0]), norm=norm)), down=adapters.down)
             return self.emit(many_rows.with_adapters, base=out, **given, **added, **behind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -40,7 +41,8 @@ def dequantized_product(x, quants, scales, zeros, multiplier, format, bias, resi
 
 def with_adapters(base, x, down, weights, scales, firsts, residual=None, activation=Activation.NONE, gated=False):
     """Compute what ``ops.lora_down`` and ``ops.lora_up`` compute, given ``x`` behind its norm."""
-    out = base.to(down[0].dtype, copy=True)
+    dtypes = [each.dtype for each in (*down, *weights)]
+    out = base.to(functools.reduce(torch.promote_types, dtypes), copy=True)
     for matrix, weight, scale, first in zip(down, weights, scales, firsts):
         hidden = nn.functional.linear(x.to(matrix.dtype), matrix)
         out.narrow(-1, first, len(weight)).add_(nn.functional.linear(hidden, weight), alpha=scale)

@@ -103,6 +103,11 @@ class Adapters:
     scales: list[float]
     firsts: list[int]
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether all matrices have one dtype."""
+        return len({each.dtype for each in (*self.down, *self.up)}) == 1
+
     @staticmethod
     def of(weights: Sequence[Weight]) -> Adapters:
         made, first = Adapters([], [], [], []), 0

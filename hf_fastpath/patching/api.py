@@ -200,7 +200,7 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
     no_kernels = next(filter(None, map(loader.why_not_native, _devices(model))), None)
     plan = analyse(model, options, no_kernels)
     if ledger.replaced and plan.architecture is None and plan.loop_reason is not None:
-        ledger.bring_layers_back()  # the package's own kernels serve stock's loop
+        ledger.bring_layers_back(model)  # the package's own kernels serve stock's loop
         plan = analyse(model, options, no_kernels)
     check_coverage(plan)
     if selftest.is_due(plan):

@@ -92,6 +92,6 @@ def quantize(plan: PatchPlan, state: PatchState, quiet: bool) -> None:
 def undo(state: PatchState) -> None:
     """Bring a model back to what it was. A call that was broken off can be made again and goes on from there."""
     state.plans.clear()
-    state.ledger.bring_layers_back()
+    state.ledger.bring_layers_back(state.model)
     uninstall_loops(state)
     state.ledger.undo()

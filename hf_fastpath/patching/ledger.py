@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .. import compat
-from ..replacing.quantizing import Replaced
+from ..replacing.quantizing import Replaced, places_of
 from ..replacing.repacking import RemovedHooks
 
 
@@ -95,10 +95,12 @@ class Ledger:
                 _restore(contents, name, previous)
         return contents
 
-    def bring_layers_back(self) -> None:
-        """Undo replacements of layers, the last one first."""
+    def bring_layers_back(self, model: nn.Module | None) -> None:
+        """Undo replacements of layers of ``model``, the last one first."""
+        places = places_of(model) if self.replaced and model is not None else {}
         while self.replaced:
-            self.replaced.pop().undo()
+            each = self.replaced.pop()
+            each.undo(places.get(id(each.packed), ()))
         while self.removed_hooks:
             self.removed_hooks.pop().undo()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..compat import Conv1D, ShardStyle, is_sharded, local_tensor, move, place_like, spread_like
+from ..compat import Conv1D, ShardStyle, is_sharded, local_tensor, merged_layer, move, place_like, spread_like
 from ..decode.rank_calls import style_of
 from ..decode.source import StepSource
 from ..linears.checkpoints import family_of
@@ -39,14 +39,18 @@ class Replaced:
     packed: PackedLinear
     places: list[tuple[nn.Module, str]]
 
-    def undo(self) -> None:
-        """Put the layer back, with its weight on the device of the quantized one."""
+    def undo(self, elsewhere: Sequence[tuple[nn.Module, str]] = ()) -> None:
+        """Put the layer back, with its weight on the device of the quantized one.
+
+        Args:
+            elsewhere: (parent, name) of every place that the quantized layer has now: PEFT's ``unload()`` moves layers.
+        """
         tensors = [*self.original.parameters(), *self.original.buffers()]
         device = self.packed.quants.device
         for tensor in tensors:
             if (local := local_tensor(tensor)).device != device and not local.is_meta:
                 move(tensor, device)
-        for parent, name in self.places:
+        for parent, name in (*self.places, *elsewhere):
             if parent._modules.get(name) is self.packed:  # else the user has put something else there since
                 parent._modules[name] = self.original
 
@@ -86,6 +90,11 @@ def why_not_quantized(
         return (
             f"{wanted}: the model's weights are quantized already, by {family.name}: leave weights= out, or load "
             "unquantized ones"
+        )
+    if (merged := merged_layer(model)) is not None:
+        return (
+            f"{wanted} would quantize an adapter with the weights that it is merged into (those of {merged}, ...), and "
+            "it could not be taken out again: unmerge_adapter() before patch(), or merge for good, merge_and_unload()"
         )
     devices = sorted({parameter.device.type for parameter in model.parameters()})
     missing = [device for device in devices if device not in SPEC.native or not loader.is_native(device)]

@@ -159,6 +159,19 @@ def test_adapters_in_float32_and_in_16_bits(dtype, autocast):
     assert_no_more_of_pytorch(calls_of(model), small("llama").to(dtype))
 
 
+def test_adapters_of_two_types():
+    """Of projections of one input, some in float32 and some in the model's 16 bits."""
+    require_native(CPU)
+    model = adapted(small("llama").to(torch.bfloat16))
+    for path, each in model.named_parameters():
+        if "lora_" in path and ("v_proj" in path or "up_proj" in path):
+            each.data = each.data.to(torch.bfloat16)
+    result = hf_fastpath.verify(hf_fastpath.patch(model, quiet=True), torch.arange(5, 14)[None], max_new_tokens=6)
+    assert result.ok and not result.stock_loop, str(result)
+    calls = calls_of(model)
+    assert calls["with_adapters"] and calls["lora_up"], "projections behind attention have adapters of one type"
+
+
 def test_weights_of_adapters_are_read_as_they_are():
     """Training steps, and a scale that is set, between two calls."""
     model = adapted(small("llama"))
@@ -193,3 +206,31 @@ def test_the_base_alone_is_quantized(name, weights):
     calls = calls_of(model)
     assert calls["lora_up"] and calls["packed_gemv"]
     assert_no_more_of_pytorch(calls, small(name))
+
+
+def test_weights_below_a_merged_adapter_are_not_quantized():
+    """PEFT would change its lists before it found that the weight is gone."""
+    require_native(CPU)
+    model = adapted(small("llama"))
+    expected = generated(model)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"unmerge_adapter\(\) before patch\(\)"):
+        hf_fastpath.patch(model, weights="int8", quiet=True)
+    model.unmerge_adapter()
+    assert torch.equal(generated(model), expected)
+    ours = hf_fastpath.patch(model, weights="int8", quiet=True)
+    with pytest.raises(AttributeError, match="unpatch"):
+        ours.merge_adapter()
+    assert not any(getattr(each, "merged", False) for each in ours.modules())
+    hf_fastpath.unpatch(ours)
+    assert torch.equal(generated(ours), expected)
+
+
+def test_layers_are_found_where_peft_has_moved_them():
+    require_native(CPU)
+    expected = generated(small("llama"))
+    model = hf_fastpath.patch(adapted(small("llama")), weights="int8", quiet=True)
+    inner = model.unload()
+    hf_fastpath.unpatch(inner)
+    assert not any(type(each) is PackedLinear for each in inner.modules())
+    assert torch.equal(generated(inner), expected)
