@@ -234,3 +234,32 @@ def test_layers_are_found_where_peft_has_moved_them():
     hf_fastpath.unpatch(inner)
     assert not any(type(each) is PackedLinear for each in inner.modules())
     assert torch.equal(generated(inner), expected)
+
+
+class Sums(nn.Module):
+    """A product and others of the same input that look like adapters."""
+
+    def __init__(self, base: nn.Module, outs: tuple[int, ...]):
+        super().__init__()
+        self.base = base
+        torch.manual_seed(7)
+        self.down = nn.ModuleList(nn.Linear(base.in_features, 3, bias=False) for _ in outs)
+        self.up = nn.ModuleList(nn.Linear(3, out, bias=False) for out in outs)
+
+    def forward(self, x):
+        out = self.base(x)
+        for place, (down, up) in enumerate(zip(self.down, self.up)):
+            rows = x.reshape(-1, x.shape[-1]) if place % 2 else x  # which hides that the input is the same
+            out = out + 0.7 * up(down(rows)).reshape(*x.shape[:-1], -1)
+        return out
+
+
+@pytest.mark.parametrize("outs", ((1,), (None, 1), (None, None), (None,) * 5), ids=str)
+def test_sums_that_look_like_adapters(outs):
+    """One number for all features, and adapters that are found one after the other."""
+    model = small("llama")
+    for layer in model.model.layers:
+        for name in ("down_proj", "up_proj"):
+            base = getattr(layer.mlp, name)
+            setattr(layer.mlp, name, Sums(base, tuple(each or base.out_features for each in outs)))
+    assert_alike(model.eval())

@@ -31,12 +31,10 @@ def adapters(recording: Recording, model: nn.Module) -> None:
     for call in recording.calls:
         whole = found.whole(call)
         if whole is not None:
-            product, behind = whole
-            matrix, transposed = product.arguments["weight"], bool(product.arguments.get("transposed"))
+            product, weight = whole
+            matrix = product.arguments["weight"]
             stand_in = torch.empty(matrix.shape, dtype=matrix.dtype, device="meta")
-            base = found.stand_ins.weight(matrix, transposed)
-            assert not isinstance(base, AdaptedWeight), "this pass alone makes such weights, of whole sums"
-            recording.stand_ins.append((stand_in, AdaptedWeight(base, tuple(behind))))
+            recording.stand_ins.append((stand_in, weight))
             instead[id(call)] = [Call(marks.linear, product.arguments | {"weight": stand_in}, call.out)]
     recording.rewrite(instead, {})
 
@@ -48,8 +46,9 @@ class _Search:
         self._recording, self.stand_ins = recording, StandIns(recording)
         self._producers, self._users = recording.producers(), recording.users()
 
-    def whole(self, call: Call) -> tuple[Call, list[Adapter]] | None:
-        """Return the base product and the adapters of what a call makes, if no other call goes on with the sum."""
+    def whole(self, call: Call) -> tuple[Call, AdaptedWeight] | None:
+        """Return the base product of what a call makes, and the weight that makes all of it; None if it is no such sum,
+        or another call goes on with the sum."""
         last = self._lone(call.arguments["self"], _aten.add.Tensor) if _is_cast(call) else call
         if last is None or last.op is not _aten.add.Tensor:
             return None
@@ -66,9 +65,12 @@ class _Search:
             before, adapter, x = part
             behind.insert(0, adapter)
             product = self._lone(before, marks.linear) or self._lone(before, _aten.add.Tensor)
-        if product is None or x is None or len(behind) > _MOST or not self._fits(product, x, behind, call):
+        if product is None or x is None or not self._fits(product, x, behind, call):
             return None
-        return product, behind
+        weight = self.stand_ins.weight(product.arguments["weight"], bool(product.arguments.get("transposed")))
+        if isinstance(weight, AdaptedWeight):  # another run of the pass has found the first ones
+            behind, weight = [*weight.adapters, *behind], weight.base
+        return (product, AdaptedWeight(weight, tuple(behind))) if len(behind) <= _MOST else None
 
     def _lone(self, register: Any, op: Any) -> Call | None:
         """Return the call of an op that makes a register which one call alone reads; else None."""
@@ -115,6 +117,9 @@ class _Search:
         if (bias := product.arguments.get("bias")) is not None:
             if not isinstance(bias, torch.Tensor) or bias.dtype != matrix.dtype:
                 return False
+        out = matrix.shape[1 if product.arguments.get("transposed") else 0]
+        if fact(call.out).shape != fact(product.out).shape or any(len(each.up) != out for each in behind):
+            return False  # one number for all features, perhaps
         outer = {each.dtype for each in (matrix, fact(x), fact(product.out), fact(call.out))}
         inner = {each.dtype for adapter in behind for each in (adapter.down, adapter.up)}
         return len(outer) == len(inner) == 1 and outer <= set(FLOAT_DTYPES) and inner <= outer | {torch.float32}
