@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ def _text_of(call: Call, makers: dict[int, int]) -> str:
     """Return a call as text, its arguments in the op's order, without those that have their default."""
     known, named = parameters(call.op), dict(call.arguments)
     if isinstance(packed := named.get("packed"), PackedWeight):
-        named |= {name: attrgetter(attribute)(packed) for name, attribute in packed.PARTS.items()}
+        named |= dict(zip(packed.PARTS, packed.parts))
         del named["packed"]
     values = {name: named.pop(name) for name in sorted(named) if name not in known and named[name] is not None}
     given = {name: named[name] for name in known if name in named}

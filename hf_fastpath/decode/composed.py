@@ -26,11 +26,6 @@ def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
     return torch.cat((q, k, v), dim=-1)
 
 
-def side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the features of several products in one tensor."""
-    return torch.cat(parts, dim=-1)
-
-
 def ungrouped(qkv: torch.Tensor, head_dim: int, group: int) -> torch.Tensor:
     """Reorder features that lie by KV head (``group`` queries, a key, a value) to ``query | key | value``."""
     heads = qkv.unflatten(-1, (-1, group + 2, head_dim))

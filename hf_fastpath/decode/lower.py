@@ -125,7 +125,7 @@ class Lower:
         pairs = zip(weights, biases, shards)
         return [self.product(x, weight, shard, bias=bias, norm=norm) for weight, bias, shard in pairs]
 
-    def joined(self, x: Any, matrices: Sequence[Any], norm: Norm | None = None) -> Any:
+    def joined_products(self, x: Any, matrices: Sequence[Any], norm: Norm | None = None) -> Any:
         """Emit products of one input with up to MAX_WEIGHTS plain matrices, the features side by side."""
         how = dict(norm=norm, programmatic_launch=self.early)
         return self.emit(ops.joined_gemv.overload, x=x, weights=list(matrices), **how)
@@ -198,9 +198,9 @@ class Lower:
         matrices = [each.matrix for each in bare if isinstance(each, PlainWeight) and not each.transposed]
         is_bare = all(each is None for each in biases) and len({each.dtype for each in matrices}) == 1
         if 1 < len(bare) == len(matrices) <= MAX_WEIGHTS and is_bare and self.takes_few(*bare):
-            return self.joined(x, matrices, norm)
+            return self.joined_products(x, matrices, norm)
         made = self.projections(x, bare, biases, norm)
-        return made[0] if len(made) == 1 else self.emit(composed.side_by_side, parts=made)
+        return made[0] if len(made) == 1 else self.emit(torch.ops.aten.cat.default, made, -1)
 
     # ---- rows of the tables --------------------------------------------------------------------------------------
 

@@ -97,8 +97,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         op = self._op_for(x)
         if op is not None:
-            parts = self.quants, self.scales, self.zeros, self.multiplier, self.format.packed_format
-            return op(x, *parts, self.bias)
+            return op(x, *self.packed.parts, self.bias)
         return nn.functional.linear(x, self.packed.dequantize(x.dtype), self.bias)
 
     def _op_for(self, x: torch.Tensor) -> OpSpec | None:

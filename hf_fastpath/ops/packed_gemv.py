@@ -125,8 +125,7 @@ def random_weight(format: Format, rows: int, columns: int, device: torch.device)
     """Make a weight for samples, as the op takes it."""
     weight = torch.randn(rows, columns, device=device).clamp_(-4, 4)
     weight[0, 0] = 4  # so that all weights of a shape have the same multiplier
-    made = quantize(weight * columns**-0.5, format)
-    return made.quants, made.scales, made.zeros, made.multiplier, format.packed_format
+    return quantize(weight * columns**-0.5, format).parts
 
 
 def samples(device: torch.device, dtype: torch.dtype):

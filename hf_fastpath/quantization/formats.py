@@ -126,6 +126,11 @@ class PackedWeight:
         return self.quants.device
 
     @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, PackedFormat]:
+        """The weight as ops take it, in the order of :attr:`PARTS`."""
+        return self.quants, self.scales, self.zeros, self.multiplier, self.format.packed_format
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         return [each for each in (self.quants, self.scales, self.zeros) if each is not None]
 

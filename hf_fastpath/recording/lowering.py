@@ -322,7 +322,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
         marks.text_positions, lengths=self._at.seq_lens, query_len=query_len
     ),
     marks.linear: Lowering._linear,
-    marks.joined_linear: lambda self, call, x, weights, norm=None: self._to.joined(x, weights, norm),
+    marks.joined_linear: lambda self, call, x, weights, norm=None: self._to.joined_products(x, weights, norm),
     marks.head_products: _overlapping(ops.head_products),
     marks.router_logits: _overlapping(ops.router_logits),
     marks.normed: Lowering._normed,
