@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 from models import build, left_padded, prompt
 from torch import nn
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import ProcessRaisedException, start_processes
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -28,6 +28,8 @@ NEW = 12
 GREEDY = dict(max_new_tokens=NEW, do_sample=False)
 #: seconds for the processes of a test
 SECONDS = 120
+#: what gloo says if the processes did not find each other, for which a loaded machine is enough
+NOT_MET = "connectFullMesh failed"
 
 #: with a single GPU, transformers would have all processes use it
 needs_processes = pytest.mark.skipif(
@@ -123,23 +125,35 @@ def assert_half_types(rank: int, folder: Path, whole: nn.Module, **options: Any)
         assert error <= 2 * (stock.float() - logits).norm() / logits.norm() + 1e-3, (dtype, error)
 
 
-def _process(rank: int, function: Callable[..., None], folder: Path, arguments: tuple) -> None:
+def _process(rank: int, function: Callable[..., None], folder: Path, arguments: tuple, store: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(COUNT))
     torch.set_num_threads(1)
     if on_gpus():
         torch.cuda.set_device(rank)
     backend = "nccl" if on_gpus() else "gloo"
-    store = f"file://{folder}/store"
     torch.distributed.init_process_group(backend, init_method=store, rank=rank, world_size=COUNT)
+    torch.distributed.barrier()  # no process begins before all have met
     function(rank, folder, *arguments)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 def run(function: Callable[..., None], folder: Path, *arguments: Any, seconds: float = SECONDS) -> None:
-    """Run ``function(rank, folder, *arguments)`` in each process; an exception in one of them fails the test."""
+    """Run ``function(rank, folder, *arguments)`` in each process; an exception in one of them fails the test.
+
+    Processes that did not even meet are started again, twice at most.
+    """
+    for attempt in range(3):
+        store = f"file://{folder}/store{attempt}"
+        try:
+            return _run_once((function, folder, arguments, store), seconds)
+        except ProcessRaisedException as error:
+            if NOT_MET not in str(error) or attempt == 2:
+                raise
+
+
+def _run_once(given: tuple, seconds: float) -> None:
     method = "spawn" if on_gpus() else "fork"
-    given = function, folder, arguments
     processes = start_processes(_process, given, nprocs=COUNT, join=False, start_method=method)
     try:
         deadline = time.monotonic() + seconds
