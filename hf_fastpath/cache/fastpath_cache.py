@@ -156,10 +156,10 @@ class FastpathCache(Cache):
             return max((layer.cumulative_length for layer in self.state_layers), default=0)
         return super().get_seq_length(layer_idx)
 
-    def prepare(self, layer_idx: int, states: torch.Tensor) -> None:
-        """Prepare a layer for states of this shape and dtype; see ``FastpathLayer.prepare``."""
+    def prepare(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Prepare a layer for keys and values of these shapes and dtype; see ``FastpathLayer.prepare``."""
         self._grow(layer_idx + 1)
-        self.layers[layer_idx].prepare(states)
+        self.layers[layer_idx].prepare(keys, values)
 
     def reserve(self, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` more positions in every layer, one layer after the other.

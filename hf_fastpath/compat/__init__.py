@@ -77,6 +77,7 @@ from .encoders import (
 from .foreign import adapter_modules, foreign_code, foreign_layer, function_code, merged_layer
 from .generation import (
     FORWARD_ARGUMENTS,
+    LOGITS_TO_KEEP,
     WITHOUT_EFFECT,
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
@@ -203,6 +204,7 @@ from .seams import (
     modules_with_experts,
     modules_with_padding,
     own_experts,
+    takes_logits_to_keep,
     takes_positions,
     with_experts,
     with_held,

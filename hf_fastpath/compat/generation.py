@@ -56,9 +56,11 @@ def is_assisted_mode(generation_mode: Any) -> bool:
     return generation_mode is GenerationMode.ASSISTED_GENERATION
 
 
+#: argument of a forward: of how many tokens logits are made, from the last back
+LOGITS_TO_KEEP = "logits_to_keep"
 #: the arguments that ``generate()`` passes to the model's forward in calls that our loops would take
 FORWARD_ARGUMENTS = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE, _OLD_CACHE}
+    {"input_ids", "attention_mask", "position_ids", "use_cache", LOGITS_TO_KEEP, "return_dict", CACHE, _OLD_CACHE}
 )
 
 
@@ -184,8 +186,8 @@ def following_logits(model: Any, input_ids: torch.Tensor, count: int, prompt_len
     known = _updated(model, model_kwargs, input_ids.shape[1] - prompt_len)
     with model._optimize_model_for_decode():
         inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=count, **known)
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = count
+        if LOGITS_TO_KEEP in inputs:
+            inputs[LOGITS_TO_KEEP] = count
         return model(**inputs, return_dict=True).logits[:, -count:]
 
 

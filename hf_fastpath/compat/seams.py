@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .caches import CACHE
 from .encoders import encoder_output, has_encoder, text_cache, text_name
-from .generation import GenerationMixin, inputs_behind
+from .generation import LOGITS_TO_KEEP, GenerationMixin, inputs_behind
 from .models import is_multimodal
 from .token_methods import inputs_method
 
@@ -279,6 +279,11 @@ def forward_over(
     if encoded is not None:
         given["encoder_outputs"] = encoder_output(encoded)
     return model(**given).logits
+
+
+def takes_logits_to_keep(model: nn.Module) -> bool:
+    """Whether a model's forward can make logits of the last token alone."""
+    return LOGITS_TO_KEEP in inspect.signature(type(model).forward).parameters
 
 
 def takes_positions(model: nn.Module) -> bool:

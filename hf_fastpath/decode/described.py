@@ -20,7 +20,7 @@ from .lower import Lower
 from .modules import found_at
 from .parts import HeadPart, MoEPart
 from .program import Program
-from .source import AnyLength, StepInputs
+from .source import AnyLength, PromptInputs, StepInputs
 from .structure import ModelPart
 
 
@@ -102,11 +102,19 @@ class DescribedPart(ModelPart):
         """Return None: nothing about a described step has to be proven."""
         return None
 
-    def reads_prompt(self, device: torch.device, length: int) -> bool:
+    def record_prompt(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
+        hidden, _ = steps.step_inputs(to, self, given.tokens, given.positions, [])
+        for index, (layer, cache) in enumerate(zip(self.layers, given.caches)):
+            hidden = steps.decoder_layer(to, layer, hidden, cache, given.at, index)
+        hidden = to.emit(torch.ops.aten.narrow.default, hidden, 1, -1, 1)
+        return steps.scaled_logits(last, self, steps.head(last, self, hidden))
+
+    def reads_prompt(self, plans: Any, device: torch.device, shape: tuple[int, int], past: int) -> bool:
         """Return whether ops read it: not if attention is more than softmax and no kernel does that, if a window ends
         inside the prompt, if MLPs are mixtures, or if layers are on several devices."""
         if len(self.devices) > 1:
             return False
+        length = past + shape[1]
         for layer in self.layers:
             attention = layer.attention
             if isinstance(layer.mlp, MoEPart):

@@ -12,10 +12,10 @@ from ..cache.fastpath_cache import FastpathCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from . import prompt
 from .calls import Watch
-from .described import DescribedPart
 from .draft_plan import DraftPlan
 from .patched import Patched
 from .plan_by_length import AnyPlan
+from .source import StepSource
 
 
 class Draft(NamedTuple):
@@ -104,7 +104,7 @@ class PlanDrafts:
         self,
         generator: Any,
         state: Patched,
-        part: DescribedPart,
+        part: StepSource,
         cache: FastpathCache,
         given: prompt.Prompt,
         ends: frozenset[int],

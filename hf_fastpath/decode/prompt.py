@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -19,17 +19,17 @@ from ..native.heap import reading_prompt
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS
 from ..ops.kv_cache import KVCache
-from . import multimodal, steps
-from .angles import angles_at
+from . import multimodal
+from .angles import angles_at, has_angles
 from .attend import Attention
 from .calls import position_ids_of
-from .described import DescribedPart
 from .draft_plan import DraftPlan, DraftReader
 from .fetch import program_of
 from .lower import Lower
+from .named_calls import Register
 from .plan_cache import PlanCache
 from .positions import Positions
-from .source import StepSource
+from .source import PromptInputs, StepSource
 
 _aten = torch.ops.aten
 
@@ -79,10 +79,11 @@ def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
     return not cache.get_seq_length() or all(layer.batch_size == batch for layer in cache.key_layers)
 
 
-def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt) -> TypeGuard[DescribedPart]:
+def is_readable(plans: PlanCache, part: StepSource, cache: FastpathCache, prompt: Prompt) -> bool:
     """Whether :func:`read` can take the prompt; else stock code has to."""
-    length = cache.get_seq_length() + prompt.tokens.shape[1]
-    return part.reads_prompt(prompt.tokens.device, length) and _continues(cache, prompt)
+    batch, query_len = prompt.tokens.shape
+    past, device = cache.get_seq_length(), prompt.tokens.device
+    return _continues(cache, prompt) and part.reads_prompt(plans, device, (batch, query_len), past)
 
 
 class PromptProgram:
@@ -91,16 +92,18 @@ class PromptProgram:
     Args:
         part: the model.
         at_once: ops for a few rows take all tokens of the prompt.
+        is_single: each sequence has one token.
         rows: tokens of all sequences; the number does not matter if it is more than kernels for a few rows take.
-        batch: sequences; the same holds as for ``rows``.
+        batch: sequences.
         has_padding: whether rows begin with padding.
         caches: names of the buffers of each layer's cache.
     """
 
     def __init__(
         self,
-        part: DescribedPart,
+        part: StepSource,
         at_once: bool,
+        is_single: bool,
         rows: int,
         batch: int,
         has_padding: bool,
@@ -113,16 +116,19 @@ class PromptProgram:
         self._starts = register() if has_padding else None
         buffers: list[dict[str, Any]] = [{name: register() for name in names} for names in caches]
         self._caches = [KVCache(**each) for each in buffers]
-        self._angles = {kind: (register(), register()) for kind in part.rope_kinds}
+        self._angles = {kind: (register(), register()) for kind in (part.rope_kinds if has_angles(part) else ())}
+        self._sizes: dict[Callable[[int], Any], Register] = {}
         to = Lower(emit, rows, many=not at_once, attention=None if at_once else self._attention)
-        hidden, _ = steps.step_inputs(to, part, self._tokens, self._positions, [])
         at = Positions(self._angles, self._lengths, self._starts)
-        for index, (layer, cache) in enumerate(zip(part.layers, self._caches)):
-            hidden = steps.decoder_layer(to, layer, hidden, cache, at, index)
-        last = emit(_aten.narrow.default, hidden, 1, -1, 1)
-        to = Lower(emit, batch)
-        logits = steps.scaled_logits(to, part, steps.head(to, part, last))
+        given = PromptInputs(batch, is_single, self._tokens, self._positions, self._caches, at, self._size)
+        logits = part.record_prompt(self._program, to, Lower(emit, batch), given)
         emit(_aten.select.int, logits, 1, 0)
+
+    def _size(self, formula: Callable[[int], Any]) -> Register:
+        """Return a register that holds what ``formula`` makes of the number of new tokens."""
+        if formula not in self._sizes:
+            self._sizes[formula] = self._program.register()
+        return self._sizes[formula]
 
     def run(
         self,
@@ -150,6 +156,7 @@ class PromptProgram:
             (self._positions, prompt.positions.expand(batch, -1)),
         ]
         given += [(self._lengths, lengths), (self._attention, attention)]
+        given += [(register, formula(query_len)) for formula, register in self._sizes.items()]
         if self._starts is not None:
             given.append((self._starts, starts))
         given += zip(self._caches, caches)
@@ -158,9 +165,7 @@ class PromptProgram:
         return self._program.run_once(given)
 
 
-def read(
-    part: DescribedPart, cache: FastpathCache, prompt: Prompt, programs: dict[tuple, PromptProgram]
-) -> torch.Tensor:
+def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[tuple, PromptProgram]) -> torch.Tensor:
     """Run the model over the prompt and append it to ``cache``.
 
     Args:
@@ -177,8 +182,8 @@ def read(
     past, dtype, device = cache.get_seq_length(), part.embedding.weight.dtype, prompt.tokens.device
     if not past:
         for index, layer in enumerate(part.layers):
-            heads, head_dim = layer.attention.cache_shape
-            cache.prepare(index, torch.empty((batch, heads, 0, head_dim), dtype=dtype, device=device))
+            shapes = layer.attention.cache_shape, layer.attention.value_shape
+            cache.prepare(index, *(torch.empty((batch, n, 0, dim), dtype=dtype, device=device) for n, dim in shapes))
     cache.reserve(query_len)
     lengths = cache.seq_lens(0, query_len)
     starts = None if prompt.starts is None else prompt.starts.to(torch.int32)
@@ -186,10 +191,18 @@ def read(
     # a few tokens of a conversation take one pass over the weights, as one token does
     at_once = device.type == "cpu" and rows <= MAX_ROWS
     caches = [layer.kv_cache() for layer in cache.layers[: len(part.layers)]]
-    sizes = min(rows, MAX_WGMMA_ROWS + 1), min(batch, MAX_ROWS + 1)
-    key = at_once, *sizes, starts is not None, tuple(each.names() for each in caches)
+    key = (
+        at_once,
+        query_len == 1,
+        min(rows, MAX_WGMMA_ROWS + 1),
+        batch,
+        starts is not None,
+        tuple(each.names() for each in caches),
+    )
     program = programs.pop(key, None) or PromptProgram(part, *key)
-    angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
+    angles = {}
+    if has_angles(part):
+        angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
     logits = program.run(prompt, past, lengths, starts, caches, angles)
     programs[key] = program
     for oldest in list(programs)[:-MAX_PROGRAMS]:
@@ -280,7 +293,7 @@ def _read_rows(
     positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
     given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
     logits = read_turn(part, cache, given, functools.partial(plans.draft_plan, part, cache))
-    if logits is None and is_readable(part, cache, given):
+    if logits is None and is_readable(plans, part, cache, given):
         programs = plans.prompt_programs_of(part)
         with compat.below_autograd():
             for chunk in given.chunks(config.prefill_chunk_size):

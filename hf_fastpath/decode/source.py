@@ -7,7 +7,7 @@ written down from its modules' roles, and one whose step is recorded from its ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,6 +45,29 @@ class StepInputs:
     states: Sequence[Sequence[torch.Tensor]]
     biases: Sequence[torch.Tensor]
     at: Mapping[torch.device, Positions]
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """What a program has for a prompt, as registers that are filled for each prompt.
+
+    Attributes:
+        batch: number of sequences.
+        is_single: query_len is 1; else it is any other number.
+        tokens: int64 [batch, query_len].
+        positions: int64 [batch, query_len].
+        caches: each layer's keys and values.
+        at: the places of the tokens, with the tables of cos and sin for every kind of layer.
+        size: gives what stands for a number that a function makes of query_len.
+    """
+
+    batch: int
+    is_single: bool
+    tokens: Any
+    positions: Any
+    caches: Sequence[KVCache]
+    at: Positions
+    size: Callable[[Callable[[int], Any]], Any]
 
 
 class Origin(Protocol):
@@ -278,8 +301,22 @@ class StepSource(Protocol):
     def length_bounds(self, end: int) -> list[int]:
         """Return the lengths of the text, below ``end``, from which on the step is another one."""
 
-    def reads_prompt(self, device: torch.device, length: int) -> bool:
-        """Return whether :mod:`.prompt` reads a prompt that ends at so many tokens, op by op; else stock code does."""
+    def reads_prompt(self, plans: Any, device: torch.device, shape: tuple[int, int], past: int) -> bool:
+        """Return whether :mod:`.prompt` reads a prompt of this shape, [batch, query_len], behind ``past`` tokens op by
+        op; else stock code does.
+
+        Args:
+            plans: of the model.
+        """
+
+    def record_prompt(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
+        """Emit the calls of a prompt; return the register of the last token's logits, [batch, 1, vocab_size].
+
+        Args:
+            program: gets the calls.
+            to: makes the calls of all tokens, and gives them to ``program``.
+            last: makes those of the last token of each sequence.
+        """
 
     @property
     def modules_use_cache(self) -> bool:

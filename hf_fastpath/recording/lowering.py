@@ -23,6 +23,7 @@ from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import marks
 from .recording import Recording, Unrecordable, registers_in
 from .stand_ins import StandIns
+from .text_lengths import follows_length
 
 _aten = torch.ops.aten
 
@@ -38,6 +39,8 @@ class Lowering:
         given: register -> what the plan has for it.
         caches: the cache of each layer.
         at: of each device, where the new tokens stand.
+        last: makes the calls of a prompt's last token.
+        size: gives what stands for a number that is made of the number of new tokens, of its formula.
     """
 
     def __init__(
@@ -49,8 +52,11 @@ class Lowering:
         given: Mapping[int, Any],
         caches: Sequence[KVCache],
         at: Mapping[torch.device, Positions],
+        last: Lower | None = None,
+        size: Callable[[Any], Any] | None = None,
     ):
         self._recording, self._to, self._emit, self._caches = recording, to, to.emit, caches
+        self._all, self._last, self._size = to, last, size
         self._at, self._attentions = at[part.devices[0]], [layer.attention for layer in part.layers]
         self._values: dict[int, Any] = dict(given)
         self._pending: dict[int, tuple[Any, Any]] = {}  # layer -> keys and values that are not in its cache yet
@@ -65,6 +71,8 @@ class Lowering:
             self._chunk_starts[size] = self._emit(chunk_starts, **at, size=int(size))
         for place, call in enumerate(self._recording.calls):
             self._come_to(place)
+            if self._last is not None:
+                self._to = self._last if self._is_of_last_token(call) else self._all
             arguments = {name: self._value(value) for name, value in call.arguments.items()}
             rule = _RULES.get(call.op)
             if rule is not None:
@@ -74,6 +82,10 @@ class Lowering:
         if self._pending:
             raise Unrecordable("keys and values that no attention reads")
         return self._values[self._recording.logits.index]
+
+    def _is_of_last_token(self, call: Call) -> bool:
+        fact = self._recording.fact(call.out)
+        return isinstance(fact, torch.Tensor) and fact.dim() == 3 and fact.shape[1] == 1
 
     def _come_to(self, place: int) -> None:
         """Note that the calls to come are those of the list's call at this place."""
@@ -85,8 +97,10 @@ class Lowering:
                     raise Unrecordable("a mask that is read outside of attention")
                 return None
             return self._values[value.index]
-        if isinstance(value, (list, tuple)) and registers_in(value):
+        if isinstance(value, (list, tuple)) and (registers_in(value) or follows_length(value)):
             return [self._value(each) for each in value]
+        if self._size is not None and follows_length(value):
+            return self._size(value.formula)
         if is_dataclass(value) and not isinstance(value, type):
             return replace(value, **{each.name: self._value(getattr(value, each.name)) for each in fields(value)})
         return value
@@ -208,14 +222,14 @@ class Lowering:
         return self._to.gated(x, gate, up, activation, norm=norm)
 
     def _angles(self, call: Call, tables, formula, dtype, pairs) -> Any:
-        shape = [-1, self._recording.query_len]
+        shape = [-1, self._value(self._recording.query_len)]
         return self._emit(run_angles, tables=tables, formula=formula, dtype=dtype, pairs=pairs, shape=shape)
 
     def _rotated(
         self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, head_norms=None,
         factor=None, **attend,
     ):  # fmt: skip
-        rows = [self._recording.batch, self._recording.query_len]
+        rows = [self._recording.batch, self._value(self._recording.query_len)]
         of_each = [[-1]] if len(sources) == 1 else [[heads, head_dim] for heads in (num_heads, *[num_kv_heads] * 2)]
         given = {
             name: self._emit(_aten.reshape.default, each, rows + sizes)
@@ -232,7 +246,8 @@ class Lowering:
     def _times(self, queries: Any, factor: Any) -> Any:
         if factor is None:
             return queries
-        return self._emit(scaled_queries, queries=queries, factor=factor, query_len=self._recording.query_len)
+        query_len = self._value(self._recording.query_len)
+        return self._emit(scaled_queries, queries=queries, factor=factor, query_len=query_len)
 
     def _projected(
         self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim,

@@ -14,7 +14,7 @@ from ..decode.modules import model_code_reason, odd_module
 from ..decode.parts import HeadPart
 from ..decode.plan_cache import PlanCache
 from ..decode.program import Program
-from ..decode.source import StepInputs
+from ..decode.source import PromptInputs, StepInputs
 from ..decode.whole_model import WholeModel
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
@@ -30,6 +30,7 @@ from .layers import RecordedAttention, RecordedLayer, attention_of, without_narr
 from .looked_at import LookedAt
 from .lowering import Lowering
 from .position_tables import PositionTable, position_tables
+from .prompts import RecordedPrompts
 from .proof import reason_against
 from .recording import BiasTable, Recording, Unrecordable
 from .step import why_other_in_training
@@ -57,7 +58,7 @@ class RecordedPart(WholeModel):
     takes_long = True
     modules_use_cache = False
     is_placed = False  # see .placed_part
-    lowering = Lowering
+    lowering: Any = Lowering
     files_reason: Cause | None = None
     head_part: HeadPart | None = None
 
@@ -78,6 +79,7 @@ class RecordedPart(WholeModel):
         self.verdict: tuple[str | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
         self._moment = object()  # of no other part, as an id may be once this one is gone
+        self.prompts = RecordedPrompts(self, self._looked_at)
 
     # ---- recordings -------------------------------------------------------------------------------------------
 
@@ -164,6 +166,12 @@ class RecordedPart(WholeModel):
         if encoded is not None and len(encoded.caches) != len(recording.encoded):
             raise Unrecordable("layers that keep nothing of what the encoder has read")
         return self.lowering(self, program, to, recording, held, given.caches, given.at).run()
+
+    def reads_prompt(self, plans: Any, device: torch.device, shape: tuple[int, int], past: int) -> bool:
+        return self.prompts.are_read(plans, *shape, past)
+
+    def record_prompt(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
+        return self.prompts.record(program, to, last, given)
 
     # ---- roles ------------------------------------------------------------------------------------------------
 
@@ -314,10 +322,6 @@ class RecordedPart(WholeModel):
         """Return a function of PyTorch's that somebody has replaced: the recording, and the twin, would be of that."""
         function = compat.replaced_function(self.source)
         return None if function is None else Cause("replaced_function", function)
-
-    def reads_prompt(self, device: torch.device, length: int) -> bool:
-        """Return False: what is recorded is the step of a few tokens."""
-        return False
 
     def padding_reason(self, mask: torch.Tensor) -> Cause | None:
         if bool(mask.all()):

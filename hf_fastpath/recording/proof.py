@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
+from ..decode import prompt
 from ..decode.encoded import Encoded, Seen
 from ..decode.patched import paused
 from ..decode.plan_cache import PlanCache
 from ..errors import RankError
+from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause
 from .errors import OUT_OF_MEMORY
 from .recording import Unrecordable
@@ -123,8 +125,12 @@ class _Trial:
 
     def stock(self, first: int, end: int, whole: Any) -> torch.Tensor:
         """Run the model's own forward over some of the tokens; return their logits."""
+        return self.stock_over(self.tokens[:, first:end], whole)
+
+    def stock_over(self, tokens: torch.Tensor, whole: Any) -> torch.Tensor:
+        """Run the model's own forward over tokens; return their logits."""
         with _WideAttention() if self.device.type == "cuda" else nullcontext(), self._stock_code():
-            return compat.forward_over(self.part.source, self.tokens[:, first:end], whole, self.output).float()
+            return compat.forward_over(self.part.source, tokens, whole, self.output).float()
 
     def _stock_code(self) -> AbstractContextManager[Any]:
         """A ``with`` block for stock code. Only of a model with an architecture file modules have forwards of ours."""
@@ -175,6 +181,31 @@ def difference(part: Any, plans: PlanCache) -> float:
         finally:
             plan.end()
     return trial.mean_of(found)
+
+
+def difference_of_prompt(part: Any, batch: int) -> float:
+    """Do as :func:`difference` for a prompt of ``batch`` sequences; return the larger one of what logits show and what
+    all keys and values show in the mean."""
+    count = max(2, MAX_ROWS // batch + int(not part.has_experts))  # more rows than kernels for a few take
+    trial, generator = _Trial(part), torch.Generator().manual_seed(0)
+    tokens = torch.randint(part.vocab_size, (batch, count), generator=generator, device="cpu").to(trial.device)
+    given = prompt.Prompt(tokens, torch.arange(count, device=trial.device)[None], None)
+    (ours, _), (stocks, _) = trial.caches(), trial.caches()
+    with torch.no_grad():
+        logits, of_stock = prompt.read(part, ours, given, {}), trial.stock_over(tokens, stocks)[:, -1]
+        held = [[each[:, :, :count].float() for each in _buffers(cache)] for cache in (ours, stocks)]
+    of_states = [_ratio(*pair) for pair in zip(*held, strict=True)]
+    return max(_ratio(logits.float(), of_stock), sum(of_states) / len(of_states))
+
+
+def _buffers(cache: FastpathCache) -> list[torch.Tensor]:
+    both = ((layer.k_buffer, layer.v_buffer) for layer in cache.key_layers)
+    return [each for pair in both for each in pair if each is not None]
+
+
+def prompts_agree(part: Any, batch: int) -> bool:
+    """Whether a list of calls reads a prompt of so many sequences as the model's own forward does."""
+    return difference_of_prompt(part, batch) <= _allowed(part)
 
 
 def own_difference(part: Any) -> float:

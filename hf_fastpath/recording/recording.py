@@ -84,12 +84,13 @@ class Recording:
     """The calls of a step.
 
     Attributes:
-        batch, query_len: sequences, and new tokens of each.
+        batch, query_len: sequences, and new tokens of each; of a step of any number, that of the recording.
         calls: in order.
         facts: register -> a tensor without data of the register's shape, dtype and strides.
         tokens, positions: registers of int64 [batch, query_len]; of several tokens at a position [batch, query_len,
             channels].
-        logits: register of [batch, query_len, vocab_size]; of several tokens [batch * channels, query_len, vocab_size].
+        logits: register of [batch, query_len, vocab_size]; of several tokens [batch * channels, query_len, vocab_size];
+            of a step of any number of tokens, those of the last, [batch, 1, vocab_size].
         spans: the calls of each module without children.
         masks: register of an attention mask -> the window that it stands for, None for full causal attention.
         open_masks: registers of masks that hide nothing.
@@ -136,6 +137,11 @@ class Recording:
     stand_ins: list[tuple[torch.Tensor, Weight]] = field(default_factory=list)
     served: Served | None = None
     is_of_given_length: bool = False
+
+    @property
+    def count(self) -> Any:
+        """The symbol of the number of new tokens; None if the step is of a given number."""
+        return None if self.served is None else self.served.new
 
     def register(self, like: torch.Tensor) -> Register:
         """Return a new register for a tensor of the shape and dtype of ``like``."""

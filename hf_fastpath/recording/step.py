@@ -22,6 +22,7 @@ from .first_uses import forget_lengths
 from .lines import where
 from .listed_experts import listed_experts
 from .masks import ENCODED_PLACES, is_known, sees_all, window_of
+from .math_functions import functions_of_lengths
 from .noted_code import NotedCode
 from .recorder import Recorder, recorder
 from .recording import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
@@ -29,7 +30,7 @@ from .rehearsal import cache_with_states, rehearse
 from .skeleton import Skeleton
 from .spread import spread_modules
 from .streams import attention_of_streams
-from .text_lengths import Served, functions_of_lengths, known, of_known_size
+from .text_lengths import Served, known, of_known_size
 
 
 def record(
@@ -39,6 +40,7 @@ def record(
     arguments: dict[str, Any] | None = None,
     lengths: tuple[int | None, int | None] = (None, None),
     with_mask: bool = False,
+    is_any: bool = False,
 ) -> Recording:
     """Record the step of ``query_len`` new tokens for each of ``batch`` sequences.
 
@@ -46,13 +48,15 @@ def record(
         arguments: what the forward is given besides, by name; tensors hold no data.
         lengths: tokens that the cache says it holds, and places of an encoder's output; None for many.
         with_mask: the forward is given a mask of all tokens, which hides none.
+        is_any: the step is to be that of any number of new tokens but 1, with the logits of the last; ``query_len`` is
+            then a number that no other size is, nor a multiple of it.
 
     Raises:
         Unrecordable: the step cannot be recorded; the message says which line did it.
     """
     noting = Recorder(skeleton, *lengths)
     token = recorder.set(noting)
-    given = batch, query_len, arguments or {}, with_mask
+    given = batch, query_len, arguments or {}, with_mask, is_any
     try:
         with skeleton.lock:
             is_plain = False
@@ -112,9 +116,7 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensors, value)))
 
 
-def _record_with_care(
-    noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any], with_mask: bool
-) -> tuple[Recording, list[str]]:
+def _record_with_care(noting: Recorder, batch: int, query_len: int, *others: Any) -> tuple[Recording, list[str]]:
     """Return a step, and where Python values are that the step changes and its code reads."""
     skeleton = noting.skeleton
     skeleton.look()
@@ -122,7 +124,7 @@ def _record_with_care(
     assert first_uses is not None, "the skeleton has begun with them"
     try:
         with skeleton.code.noting():
-            recording = _record(noting, batch, query_len, arguments, with_mask)
+            recording = _record(noting, batch, query_len, *others)
     finally:
         kept = first_uses.undo()
         forget_lengths(skeleton.copy.modules())
@@ -148,9 +150,11 @@ def why_other_in_training(model: nn.Module, code: NotedCode | None = None) -> st
     return None
 
 
-def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any], with_mask: bool) -> Recording:
+def _record(
+    noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any], with_mask: bool, is_any: bool
+) -> Recording:
     skeleton = noting.skeleton
-    noting.lengths.query_len = query_len
+    new = noting.lengths.new_tokens(query_len, is_any)
     cache = noting.new_cache()
     has_states, has_encoder = any(kind.states for kind in cache.kinds), compat.has_encoder(skeleton.copy)
     if has_states and query_len > 1:
@@ -182,12 +186,12 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             if not any(states):
                 raise Unrecordable("states that it keeps elsewhere than in the cache that it is given")
         cache.claim(noting.lengths.past)
-        sizes = (batch, query_len, *skeleton.token_shape), (batch, query_len)
+        sizes = (batch, new, *skeleton.token_shape), (batch, new)
         tokens, positions = (torch.zeros(each, dtype=torch.long, device=skeleton.device) for each in sizes)
         given = noting.given(tokens), noting.given(positions)
         name_of_mask = compat.text_name(skeleton.copy, "attention_mask")
         if with_mask:
-            shape = batch, noting.lengths.past + query_len
+            shape = batch, noting.lengths.past + new
             arguments = arguments | {name_of_mask: torch.ones(shape, dtype=torch.long, device=skeleton.device)}
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor):
@@ -204,7 +208,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
     if noting.refused is not None:
         raise noting.refused
     cache.keep(_read_layers(noting.calls, cache.kinds))
-    if tuple(logits.shape[:2]) != (batch * math.prod(skeleton.token_shape), query_len):
+    if tuple(logits.shape[:2]) != (batch * math.prod(skeleton.token_shape), 1 if is_any else query_len):
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
     appended = Counter(call.arguments["layer"] for call in noting.calls if call.op is marks.append)
     if (layer := next((layer for layer, count in appended.items() if count > 1), None)) is not None:
@@ -242,7 +246,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
             call.arguments["window"] = window
     return Recording(
         batch,
-        query_len,
+        noting.lengths.query_len,
         noting.calls,
         noting.facts,
         *given,

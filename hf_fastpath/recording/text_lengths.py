@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -42,8 +39,6 @@ _OF_NUMBERS = frozenset({"tensor", "as_tensor", "new_tensor", "asarray", "scalar
 _MANY = 1 << 16
 #: numbers of symbols
 _NUMBERS = itertools.count()
-#: functions of ``math`` that would look at the number behind a length
-_FUNCTIONS = ("sqrt", "log2", "log10", "log")
 
 
 class IntOfLength(int):
@@ -143,11 +138,13 @@ class Served:
         past: symbol of the number of tokens that the cache holds before the step.
         encoded: symbol of the places that an encoder has read.
         conditions: formulas that have to hold, each with the line that asked, or "".
+        new: symbol of the number of new tokens of each sequence; None if the step is of a given number.
     """
 
     past: Any
     encoded: Any
     conditions: tuple[tuple[Any, str], ...] = ()
+    new: Any = None
 
     @property
     def is_all(self) -> bool:
@@ -156,7 +153,8 @@ class Served:
 
     def up_to(self, longest: int, of_encoded: bool = False) -> Served:
         """Return the same of a step of which nobody has looked at what it does of longer texts."""
-        formula = sympy.Le(self.encoded if of_encoded else self.past, longest)
+        text = self.past if self.new is None else self.past + self.new
+        formula = sympy.Le(self.encoded if of_encoded else text, longest)
         return replace(self, conditions=(*self.conditions, (formula, "")))
 
     def among(self, first: int, end: int, encoded: int | None = None) -> torch.Tensor:
@@ -174,6 +172,11 @@ class Served:
     def serves(self, past: int, encoded: int | None = None) -> bool:
         """Whether the step of ``past`` tokens in the cache is served."""
         return self.is_all or bool(_blocks(self, past // _AT_ONCE, encoded)[past % _AT_ONCE])
+
+    def serves_prompt(self, past: int, count: int) -> bool:
+        """Whether the step of ``count`` new tokens behind ``past`` others is served."""
+        values = {self.past: torch.tensor(past, device="cpu"), self.new: torch.tensor(count, device="cpu")}
+        return all(bool(computed(formula, values)) for formula, _ in self.conditions)
 
     def bounds(self, end: int) -> list[int]:
         """Return the numbers of tokens in a cache, below ``end``, from which on some condition holds or does not."""
@@ -215,6 +218,7 @@ class Lengths:
     def __init__(self, env: _Env, past: int, encoded: int, is_plain: bool = False, are_given: bool = False):
         self._env, self._first, self._number = env, len(env.guards), past
         self._is_plain, self._are_given, self.query_len = is_plain, are_given, 1
+        self._count: Any = None  # symbol of the number of new tokens
         made = [self._new(*each) for each in (("past", past), ("size", past), ("encoded", encoded))]
         self._symbols = made[0].node.expr, made[2].node.expr
         self._of_sizes = made[1].node.expr
@@ -228,6 +232,25 @@ class Lengths:
         symbol = self._env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         made = self._env.create_symintnode(symbol, hint=hint, source=source)
         assert isinstance(made, torch.SymInt)
+        return made
+
+    def new_tokens(self, count: int, is_any: bool) -> Any:
+        """Return the number of new tokens of each sequence, as sizes of tensors have it.
+
+        Args:
+            is_any: the step is to be that of any number but 1.
+
+        Raises:
+            LengthTaken: the model's code gets plain numbers.
+        """
+        self.query_len = count
+        if not is_any:
+            return count
+        if self._is_plain:
+            raise LengthTaken("a number that is made of the number of new tokens")
+        made = self._new("new", count)
+        self._count = made.node.expr
+        self.query_len = known(made)
         return made
 
     def _questions(self) -> Iterator[tuple[Any, str, str, bool]]:
@@ -256,13 +279,13 @@ class Lengths:
                 continue
             if not is_op or not self._is_of_sizes(formula):
                 found.setdefault(formula, line)
-        return Served(*self._symbols, tuple(found.items()))
+        return Served(*self._symbols, tuple(found.items()), self._count)
 
     def _is_of_sizes(self, formula: Any) -> bool:
         """Whether PyTorch asks whether a size is 1, whose result is the same in any case: a formula holds for all
         others."""
         every = torch.arange(2, _MANY, device="cpu")
-        return bool(computed(formula, dict.fromkeys(self._symbols, every)).all())
+        return bool(computed(formula, dict.fromkeys((*self._symbols, self._count), every)).all())
 
     def values(self, past: torch.Tensor) -> dict[Any, torch.Tensor]:
         """Return the symbol of the text's length with a tensor that holds the length."""
@@ -285,7 +308,7 @@ class Lengths:
             LengthTaken: there is such a number.
         """
         for formula, file, line, is_op in self._questions():
-            if isinstance(formula, sympy.Eq) and is_op == self._are_given:
+            if isinstance(formula, sympy.Eq) and (is_op == self._are_given or self._count in formula.free_symbols):
                 error = LengthTaken(f"a number that is made of a length{', at ' * bool(line)}{line}")
                 error.is_known = "/transformers/models/" in file
                 raise error
@@ -303,7 +326,8 @@ class Lengths:
         if self._are_given or type(value) is not int or value - self._number not in (0, self.query_len):
             return value
         made = IntOfLength(value)
-        made.formula = self._symbols[0] + (value - self._number)
+        further = value - self._number
+        made.formula = self._symbols[0] + (further if self._count is None or not further else self._count)
         return made
 
 
@@ -342,48 +366,9 @@ def of_known_size(tensor: Any) -> Any:
     """Return a tensor without data whose sizes are plain numbers, in the place of one whose sizes stand for lengths."""
     if not isinstance(tensor, torch.Tensor) or not tensor._has_symbolic_sizes_strides:
         return tensor
-    sizes = [[int(known(each)) for each in sizes] for sizes in (tensor.shape, tensor.stride())]
+    sizes = [[_hint(each) for each in sizes] for sizes in (tensor.shape, tensor.stride())]
     return torch.empty_strided(*sizes, dtype=tensor.dtype, device=tensor.device)
 
 
-class _Replaced:
-    """Functions of ``math`` while steps are recorded, in any number of threads: the last puts back what was there."""
-
-    lock = threading.Lock()
-    count = 0
-    before: dict[str, Callable[..., float]] = {}
-
-
-@contextmanager
-def functions_of_lengths() -> Iterator[None]:
-    """Let functions of ``math`` keep the formula of a length, for the length of a ``with`` block."""
-    with _Replaced.lock:
-        _Replaced.count += 1
-        if _Replaced.count == 1:
-            _Replaced.before = {name: getattr(math, name) for name in _FUNCTIONS}
-            for name, function in _Replaced.before.items():
-                setattr(math, name, functools.partial(_kept_formula, name, function))
-    try:
-        yield
-    finally:
-        with _Replaced.lock:
-            _Replaced.count -= 1
-            if not _Replaced.count:
-                for name, function in _Replaced.before.items():
-                    setattr(math, name, function)
-
-
-def _kept_formula(name: str, function: Callable[..., float], *given: Any) -> Any:
-    if not any(isinstance(each, (torch.SymInt, torch.SymFloat)) for each in given):
-        return function(*given)
-    if name == "sqrt":
-        return torch.sym_sqrt(given[0])
-    of_two = _log2(given[0])
-    if name == "log2":
-        return of_two
-    return of_two / (_log2(10) if name == "log10" else _log2(*given[1:]) if len(given) > 1 else math.log2(math.e))
-
-
-def _log2(value: Any) -> Any:
-    is_length = isinstance(value, (torch.SymInt, torch.SymFloat))
-    return torch._sym_log2(value) if is_length else math.log2(value)  # type: ignore[attr-defined]
+def _hint(size: Any) -> int:
+    return size.node.hint if isinstance(size, torch.SymInt) else size

@@ -13,7 +13,7 @@ from ...decode.pass_table import PassTable, declare
 from ..recording import Recording
 from ..stand_ins import StandIns
 from .fused import FUSED
-from .lengths import check_lengths
+from .lengths import check_lengths, follow_count
 from .recognized import RECOGNIZED
 
 #: all passes over a recording in their order; a new one is one more row
@@ -33,6 +33,8 @@ def passed(recording: Recording, model: nn.Module, without: Collection[str] = ()
     """
     title = f"recording-of-{type(model).__name__}-{recording.batch}-sequences-{recording.query_len}-tokens"
     PASSES.apply(recording, model, title, without)
+    if recording.count is not None:
+        follow_count(recording)
     check_lengths(recording)
     stand_ins = StandIns(recording)
     for call in recording.calls:

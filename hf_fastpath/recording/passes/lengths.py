@@ -15,6 +15,8 @@ from ..text_lengths import FloatOfLength, IntOfLength
 
 _aten = torch.ops.aten
 
+#: no tensor is as large; PyTorch's "to the end" is larger
+_LARGEST_SIZE = 1 << 48
 _INTEGERS = (torch.int32, torch.int64)
 _ATTENTION = (marks.attend, marks.latent_attend, marks.rotated_attention, marks.projected_attention)
 
@@ -126,7 +128,7 @@ def check_lengths(recording: Recording) -> None:
     """
     encoded = {register.index for each in recording.encoded for register in (each.k, each.v)}
     for call in recording.calls:
-        if call.op not in _ATTENTION and follows_length(recording, call):
+        if call.op not in _ATTENTION and _follows_text(recording, call):
             raise Unrecordable(f"{call.name} with a size that follows the length of the text")
         read = {register.index for register in read_by(call)}
         if recording.encoder_output is not None and recording.encoder_output.index in read:
@@ -136,13 +138,42 @@ def check_lengths(recording: Recording) -> None:
 
 
 def follows_length(recording: Recording, call: Call) -> bool:
-    """Whether a call is given a number that is made of the length of the text, or of the encoder's output; also one
-    that only is the same, as a size of a tensor, unless the step was recorded for a length that other sizes may have,
-    too."""
+    """Whether a call is given a number that is made of the length of the text, of the number of new tokens, or of the
+    encoder's output; also one that only is the same as a length, as a size of a tensor, unless the step was recorded
+    for a length that other sizes may have, too."""
+    return any(True for _ in _lengths_in(recording, call))
+
+
+def _follows_text(recording: Recording, call: Call) -> bool:
+    """Do as :func:`follows_length`, but for the number of new tokens, which the calls of a prompt are given."""
+    formulas = (getattr(each, "formula", None) for each in _lengths_in(recording, call))
+    return any(formula is None or formula.free_symbols != {recording.count} for formula in formulas)
+
+
+def _lengths_in(recording: Recording, call: Call) -> Iterator[int | FloatOfLength]:
     lengths = {recording.past, recording.past + recording.query_len, recording.encoded_length} - {0}
     if recording.is_of_given_length:
         lengths = set()
-    return any(True for each in call.arguments.values() for _ in _numbers(each, lengths))
+    for each in call.arguments.values():
+        yield from _numbers(each, lengths)
+
+
+def follow_count(recording: Recording) -> None:
+    """Let sizes that passes have found in tensors follow the number of new tokens, in the calls of a prompt."""
+    for call in recording.calls:
+        if isinstance(call.op, torch._ops.OpOverload):
+            names = [name for name in call.arguments if not name.startswith("dim")]
+            call.arguments |= {name: _following(call.arguments[name], recording) for name in names}
+
+
+def _following(value: Any, recording: Recording) -> Any:
+    if isinstance(value, (list, tuple)) and any(type(each) is int for each in value):
+        return [_following(each, recording) for each in value]
+    if type(value) is not int or not value or value % recording.query_len or value > _LARGEST_SIZE:
+        return value
+    made = IntOfLength(value)
+    made.formula = value // int(recording.query_len) * recording.count
+    return made
 
 
 def _numbers(value: Any, wanted: set[int]) -> Iterator[int | FloatOfLength]:
