@@ -243,6 +243,8 @@ def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, 
 
 #: attention, before passes have made one call of it and of what is around it
 OVER_CACHES = (attend, attend_encoded, latent_attend)
+#: attention over the text's keys and values, before and behind passes
+OF_CACHES = (attend, latent_attend, rotated_attention, projected_attention)
 #: marks that write to memory outside of a list
 EFFECTS = (append, short_convolution, gated_delta_step, selective_state_step)
 #: marks whose ops take columns of a projection where they lie

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..decode.named_calls import Call, Register, read_by
 from ..decode.rank_calls import shard_of
+from ..ops.decode_attention import MAX_QUERY_LEN
 from . import marks
 from .latent import Expansion
 from .masks import POSITIONS
@@ -27,7 +28,14 @@ _ENCODED = 1009
 class Notes:
     """What is noted of the calls of one step."""
 
-    def __init__(self, skeleton: Skeleton, past: int | None = None, encoded: int | None = None, is_plain: bool = False):
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        past: int | None = None,
+        encoded: int | None = None,
+        is_plain: bool = False,
+        most: int = MAX_QUERY_LEN,
+    ):
         self.skeleton = skeleton
         self.calls: list[Call] = []
         self.facts: dict[int, Any] = {}
@@ -44,7 +52,8 @@ class Notes:
         self.refused: Exception | None = None  # the first error that a call has raised, whatever the model did about it
         self.is_rehearsing = False  # see rehearsing()
         self.is_unpadded = False  # see Recording
-        self.past = past_tokens(skeleton.model.config) if past is None else past
+        self.most = most
+        self.past = past_tokens(skeleton.model.config, most) if past is None else past
         self.rows = min(self.past, POSITIONS) if past is None else past  # of a mask that are looked at
         self.encoded_length = _ENCODED if encoded is None else encoded
         self.lengths = Lengths(skeleton.env, self.past, self.encoded_length, is_plain, past is not None)

@@ -9,10 +9,12 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..decode.lower import Lower
+from ..decode.named_calls import Call
 from ..decode.plan_cache import PlanCache
 from ..decode.program import Program
 from ..decode.source import PromptInputs
 from ..ops.gemv import MAX_ROWS
+from . import marks
 from .looked_at import LookedAt
 from .lowering import Lowering
 from .proof import prompts_agree
@@ -37,6 +39,14 @@ class _Size:
 
     def __call__(self, count: int) -> Any:
         return sympy_interp(PythonReferenceAnalysis, {self.count: count}, self.formula)
+
+
+def _is_of_prompts(call: Call) -> bool:
+    """Whether a call of a step has a counterpart in a prompt: all but some attention has."""
+    given = call.arguments
+    if call.op not in marks.OF_CACHES:
+        return True
+    return not isinstance(given["window"], marks.Chunk) and all(given.get(name) is None for name in _OTHER_SCORES)
 
 
 class RecordedPrompts:
@@ -64,7 +74,8 @@ class RecordedPrompts:
         if not self._may_be_read(batch * count, past + count):
             return False
         if count == 1:
-            return self._part.recording(batch, 1).served.serves(past)
+            found = self._part.recording(batch, 1)
+            return found.served.serves(past) and all(map(_is_of_prompts, found.calls))
         if batch not in self._asked:
             self._asked.add(batch)
             return False
@@ -92,8 +103,7 @@ class RecordedPrompts:
             found = whole_prompt(self._looked_at.skeleton_as_now, batch)
         except Exception:  # nobody has tried this code: anything may be raised, and stock's modules read prompts, too
             return None
-        adds = any(each.arguments.get(name) is not None for each in found.calls for name in _OTHER_SCORES)
-        return None if adds else found
+        return found if all(map(_is_of_prompts, found.calls)) else None
 
     def _is_proven(self, batch: int) -> bool:
         try:

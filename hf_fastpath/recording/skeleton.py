@@ -189,7 +189,7 @@ def _is_ours(name: str, value: Any) -> bool:
     return name.startswith(STATE_KEY) or compat.is_ours(getattr(value, "__func__", None))
 
 
-def past_tokens(config: Any) -> int:
-    """Return how many tokens a recorded step's cache says it holds."""
-    longest = min((each for each in compat.known_positions(config) if each > 2 * MAX_QUERY_LEN), default=_PAST)
-    return min(_PAST, longest - MAX_QUERY_LEN - 1)
+def past_tokens(config: Any, most: int = MAX_QUERY_LEN) -> int:
+    """Return how many tokens a recorded step's cache says it holds, with up to ``most`` behind them."""
+    longest = min((each for each in compat.known_positions(config) if each > 2 * most), default=_PAST)
+    return min(_PAST, longest - most - 1)

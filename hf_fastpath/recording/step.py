@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from .. import compat
 from ..decode.named_calls import Call, Norm, Register
+from ..ops.decode_attention import MAX_QUERY_LEN
 from . import marks, modes
 from .errors import OUT_OF_MEMORY, LengthTaken
 from .first_uses import forget_lengths
@@ -54,7 +55,8 @@ def record(
     Raises:
         Unrecordable: the step cannot be recorded; the message says which line did it.
     """
-    noting = Recorder(skeleton, *lengths)
+    most = max(query_len, MAX_QUERY_LEN)
+    noting = Recorder(skeleton, *lengths, most=most)
     token = recorder.set(noting)
     given = batch, query_len, arguments or {}, with_mask, is_any
     try:
@@ -69,11 +71,11 @@ def record(
                 is_known = (
                     error.is_known if isinstance(error, LengthTaken) else compat.is_of_transformers(skeleton.model)
                 )
-                if not is_known:
+                if not is_known or is_any:
                     raise
                 is_plain, changed = True, ["a length"]
             if changed:  # the first step may have set what the others find
-                noting = Recorder(skeleton, *lengths, is_plain)
+                noting = Recorder(skeleton, *lengths, is_plain, most)
                 recorder.set(noting)
                 recording, changed = _record_with_care(noting, *given)
             if not is_plain and skeleton.code.asks_for_types():
@@ -98,7 +100,7 @@ def _compare_with_plain(noting: Recorder, skeleton: Skeleton, lengths: tuple[int
     Raises:
         Unrecordable: it is.
     """
-    plain = Recorder(skeleton, *lengths, is_plain=True)
+    plain = Recorder(skeleton, *lengths, is_plain=True, most=noting.most)
     recorder.set(plain)
     _record(plain, *given)
     for one, other in itertools.zip_longest(noting.trace, plain.trace):

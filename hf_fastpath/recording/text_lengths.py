@@ -285,7 +285,9 @@ class Lengths:
         """Whether PyTorch asks whether a size is 1, whose result is the same in any case: a formula holds for all
         others."""
         every = torch.arange(2, _MANY, device="cpu")
-        return bool(computed(formula, dict.fromkeys((*self._symbols, self._count), every)).all())
+        values = dict.fromkeys((*self._symbols, self._count), every)
+        values[self._count] = every.flip(0)  # as if it were none of the others
+        return bool(computed(formula, values).all())
 
     def values(self, past: torch.Tensor) -> dict[Any, torch.Tensor]:
         """Return the symbol of the text's length with a tensor that holds the length."""
@@ -308,7 +310,8 @@ class Lengths:
             LengthTaken: there is such a number.
         """
         for formula, file, line, is_op in self._questions():
-            if isinstance(formula, sympy.Eq) and (is_op == self._are_given or self._count in formula.free_symbols):
+            is_of_count = self._count in formula.free_symbols and not self._is_of_sizes(formula)
+            if isinstance(formula, sympy.Eq) and (is_op == self._are_given or is_of_count):
                 error = LengthTaken(f"a number that is made of a length{', at ' * bool(line)}{line}")
                 error.is_known = "/transformers/models/" in file
                 raise error

@@ -18,7 +18,6 @@ _aten = torch.ops.aten
 #: no tensor is as large; PyTorch's "to the end" is larger
 _LARGEST_SIZE = 1 << 48
 _INTEGERS = (torch.int32, torch.int64)
-_ATTENTION = (marks.attend, marks.latent_attend, marks.rotated_attention, marks.projected_attention)
 
 
 def positions_in_text(recording: Recording, model: nn.Module) -> None:
@@ -128,7 +127,7 @@ def check_lengths(recording: Recording) -> None:
     """
     encoded = {register.index for each in recording.encoded for register in (each.k, each.v)}
     for call in recording.calls:
-        if call.op not in _ATTENTION and _follows_text(recording, call):
+        if call.op not in marks.OF_CACHES and _follows_text(recording, call):
             raise Unrecordable(f"{call.name} with a size that follows the length of the text")
         read = {register.index for register in read_by(call)}
         if recording.encoder_output is not None and recording.encoder_output.index in read:
