@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,25 @@ class StateLayer(LinearAttentionLayer):
                 f"a {type(self).__name__} holds states {_named(held)}, expected {_named(wanted)}: pass a cache of this "
                 "batch and model, or reset() this one. Nothing was written"
             )
+
+    def begin(self, like: Mapping[tuple[str, int], torch.Tensor]) -> None:
+        """Hold states as they are before the first token.
+
+        Args:
+            like: name of an attribute with states, and place there -> a tensor of the state's shape, dtype and device.
+        """
+        with torch.inference_mode(False):
+            for (name, place), each in like.items():
+                getattr(self, name)[place] = torch.zeros_like(each)
+                getattr(self, f"is_{name}_initialized")[place] = True
+                if name == "conv_states":
+                    self.conv_kernel_size[place] = each.shape[-1]
+                if self.device is None:
+                    self.dtype, self.device = each.dtype, each.device
+
+    def pass_prompt(self) -> None:
+        """Note that kernels have written the states of a prompt."""
+        self.has_previous_state = dict.fromkeys(range(self.number_of_states), True)
 
     def hold(self, buffers: Sequence[torch.Tensor]) -> None:
         """Keep the states in ``buffers`` from now on.

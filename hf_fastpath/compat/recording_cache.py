@@ -50,12 +50,23 @@ class RecordingCache(Cache):
             if kind.keys:
                 layer.length = length
 
-    def states(self) -> list[list[torch.Tensor]]:
-        """Return the states of each layer that a forward has made so far: windows of convolutions, recurrent states."""
+    def begin(self) -> None:
+        """Say from now on that no token has passed: the states are there, and hold nothing."""
+        for layer, kind in zip(self.layers, self.kinds):
+            if kind.states:
+                layer.has_previous_state = dict.fromkeys(layer.has_previous_state, False)
+
+    def states(self) -> list[dict[tuple[str, int], torch.Tensor]]:
+        """Return the states of each layer that a forward has made so far: windows of convolutions, recurrent states.
+
+        Returns:
+            Of each layer the attribute that holds a state, and the state's place there -> the state.
+        """
         found = []
         for layer, kind in zip(self.layers, self.kinds):
-            both = [*layer.conv_states.values(), *layer.recurrent_states.values()] if kind.states else []
-            found.append([state for state in both if state is not None])
+            both = [(name, getattr(layer, name)) for name in ("conv_states", "recurrent_states")] if kind.states else []
+            of_layer = {(name, place): state for name, states in both for place, state in states.items()}
+            found.append({where: state for where, state in of_layer.items() if state is not None})
         return found
 
     def copy_states(self, first: int, other: int) -> None:

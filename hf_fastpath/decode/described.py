@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..architecture import Architecture
+from ..cache.fastpath_cache import FastpathCache
 from ..compat import LayerKind, layer_windows
 from ..ops.gemv import MAX_ROWS
 from ..options import MAX_BATCH
@@ -20,7 +21,7 @@ from .lower import Lower
 from .modules import found_at
 from .parts import HeadPart, MoEPart
 from .program import Program
-from .source import AnyLength, PromptInputs, StepInputs
+from .source import AnyLength, PromptInputs, StepInputs, empty_states
 from .structure import ModelPart
 
 
@@ -101,6 +102,10 @@ class DescribedPart(ModelPart):
     def proof_reason(self, plans: Any, batch: int) -> str | None:
         """Return None: nothing about a described step has to be proven."""
         return None
+
+    def prepare_cache(self, cache: FastpathCache, batch: int) -> None:
+        for index, layer in enumerate(self.layers):
+            cache.prepare(index, *empty_states(layer.attention, self.embedding.weight, batch))
 
     def record_prompt(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
         hidden, _ = steps.step_inputs(to, self, given.tokens, given.positions, [])

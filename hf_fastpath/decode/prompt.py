@@ -15,6 +15,8 @@ import torch
 
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
+from ..cache.layer import FastpathLayer
+from ..cache.states import StateLayer
 from ..native.heap import reading_prompt
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS
@@ -76,7 +78,20 @@ def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
     batch, query_len = prompt.tokens.shape
     if prompt.positions.shape[-1] != query_len or query_len == 0:
         return False
-    return not cache.get_seq_length() or all(layer.batch_size == batch for layer in cache.key_layers)
+    if not cache.get_seq_length():
+        return not any(layer.states for layer in cache.state_layers)
+    batches = [layer.batch_size for layer in cache.key_layers]
+    batches += [len(state) for layer in cache.state_layers for state in layer.states]
+    return set(batches) == {batch}
+
+
+def _keys_and_values(layer: Any) -> KVCache:
+    """Return where a layer of a cache keeps keys and values; nowhere if it keeps states alone."""
+    return layer.kv_cache() if isinstance(layer, FastpathLayer) else KVCache(None, None)
+
+
+def _states(layer: Any) -> list[torch.Tensor]:
+    return layer.states if isinstance(layer, StateLayer) else []
 
 
 def is_readable(plans: PlanCache, part: StepSource, cache: FastpathCache, prompt: Prompt) -> bool:
@@ -93,10 +108,12 @@ class PromptProgram:
         part: the model.
         at_once: ops for a few rows take all tokens of the prompt.
         is_single: each sequence has one token.
+        begins: the prompts' tokens are the first of their texts.
         rows: tokens of all sequences; the number does not matter if it is more than kernels for a few rows take.
         batch: sequences.
         has_padding: whether rows begin with padding.
         caches: names of the buffers of each layer's cache.
+        states: number of states of each layer.
     """
 
     def __init__(
@@ -104,10 +121,12 @@ class PromptProgram:
         part: StepSource,
         at_once: bool,
         is_single: bool,
+        begins: bool,
         rows: int,
         batch: int,
         has_padding: bool,
         caches: tuple[tuple[str, ...], ...],
+        states: tuple[int, ...],
     ):
         self._program = program_of(part, part.embedding.weight.device)
         emit = self._program.emit
@@ -115,12 +134,14 @@ class PromptProgram:
         self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))
         self._starts = register() if has_padding else None
         buffers: list[dict[str, Any]] = [{name: register() for name in names} for names in caches]
-        self._caches = [KVCache(**each) for each in buffers]
+        self._caches = [KVCache(**each) if each else KVCache(None, None) for each in buffers]
+        self._states = [[register() for _ in range(count)] for count in states]
         self._angles = {kind: (register(), register()) for kind in (part.rope_kinds if has_angles(part) else ())}
         self._sizes: dict[Callable[[int], Any], Register] = {}
         to = Lower(emit, rows, many=not at_once, attention=None if at_once else self._attention)
         at = Positions(self._angles, self._lengths, self._starts)
-        given = PromptInputs(batch, is_single, self._tokens, self._positions, self._caches, at, self._size)
+        memory = self._caches, self._states
+        given = PromptInputs(batch, is_single, begins, self._tokens, self._positions, *memory, at, self._size)
         logits = part.record_prompt(self._program, to, Lower(emit, batch), given)
         emit(_aten.select.int, logits, 1, 0)
 
@@ -136,7 +157,7 @@ class PromptProgram:
         past: int,
         lengths: torch.Tensor,
         starts: torch.Tensor | None,
-        caches: list[KVCache],
+        cache: FastpathCache,
         angles: dict,
     ) -> torch.Tensor:
         """Append the prompt to a cache; return [batch, vocab_size] logits of the token that follows.
@@ -146,7 +167,7 @@ class PromptProgram:
             past: tokens that a row of the cache holds before the prompt.
             lengths: int32 [batch], tokens that the cache holds with the prompt.
             starts: int32 [batch], left padding of each row, or None for none.
-            caches: the cache of each layer.
+            cache: with room for the prompt.
             angles: see ``Positions``.
         """
         batch, query_len = prompt.tokens.shape
@@ -159,7 +180,9 @@ class PromptProgram:
         given += [(register, formula(query_len)) for formula, register in self._sizes.items()]
         if self._starts is not None:
             given.append((self._starts, starts))
-        given += zip(self._caches, caches)
+        given += zip(self._caches, map(_keys_and_values, cache.layers))
+        for registers, layer in zip(self._states, cache.layers):
+            given += zip(registers, _states(layer))
         for kind in angles:
             given += zip(self._angles[kind], angles[kind])
         return self._program.run_once(given)
@@ -181,33 +204,27 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
     batch, query_len = prompt.tokens.shape
     past, dtype, device = cache.get_seq_length(), part.embedding.weight.dtype, prompt.tokens.device
     if not past:
-        for index, layer in enumerate(part.layers):
-            shapes = layer.attention.cache_shape, layer.attention.value_shape
-            cache.prepare(index, *(torch.empty((batch, n, 0, dim), dtype=dtype, device=device) for n, dim in shapes))
+        part.prepare_cache(cache, batch)
     cache.reserve(query_len)
-    lengths = cache.seq_lens(0, query_len)
+    lengths = torch.full((batch,), past + query_len, dtype=torch.int32, device=device)
     starts = None if prompt.starts is None else prompt.starts.to(torch.int32)
     rows = batch * query_len
     # a few tokens of a conversation take one pass over the weights, as one token does
     at_once = device.type == "cpu" and rows <= MAX_ROWS
-    caches = [layer.kv_cache() for layer in cache.layers[: len(part.layers)]]
-    key = (
-        at_once,
-        query_len == 1,
-        min(rows, MAX_WGMMA_ROWS + 1),
-        batch,
-        starts is not None,
-        tuple(each.names() for each in caches),
-    )
+    layers = cache.layers[: len(part.layers)]
+    memory = tuple(_keys_and_values(each).names() for each in layers), tuple(len(_states(each)) for each in layers)
+    key = at_once, query_len == 1, not past, min(rows, MAX_WGMMA_ROWS + 1), batch, starts is not None, *memory
     program = programs.pop(key, None) or PromptProgram(part, *key)
     angles = {}
     if has_angles(part):
         angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
-    logits = program.run(prompt, past, lengths, starts, caches, angles)
+    logits = program.run(prompt, past, lengths, starts, cache, angles)
     programs[key] = program
     for oldest in list(programs)[:-MAX_PROGRAMS]:
         programs.pop(oldest, None)  # None: another thread may have taken it
     cache.advance(query_len)
+    for layer in cache.state_layers:
+        layer.pass_prompt()
     return logits
 
 

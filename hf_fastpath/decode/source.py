@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..cache.fastpath_cache import FastpathCache
 from ..compat import LayerKind
 from ..ops.kv_cache import KVCache
 from ..reasons import Cause
@@ -54,18 +55,22 @@ class PromptInputs:
     Attributes:
         batch: number of sequences.
         is_single: query_len is 1; else it is any other number.
+        begins: the tokens are the first of their text.
         tokens: int64 [batch, query_len].
         positions: int64 [batch, query_len].
         caches: each layer's keys and values.
+        states: each layer's states.
         at: the places of the tokens, with the tables of cos and sin for every kind of layer.
         size: gives what stands for a number that a function makes of query_len.
     """
 
     batch: int
     is_single: bool
+    begins: bool
     tokens: Any
     positions: Any
     caches: Sequence[KVCache]
+    states: Sequence[Sequence[Any]]
     at: Positions
     size: Callable[[Callable[[int], Any]], Any]
 
@@ -309,6 +314,9 @@ class StepSource(Protocol):
             plans: of the model.
         """
 
+    def prepare_cache(self, cache: FastpathCache, batch: int) -> None:
+        """Make an empty cache ready for a prompt that :mod:`.prompt` reads."""
+
     def record_prompt(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
         """Emit the calls of a prompt; return the register of the last token's logits, [batch, 1, vocab_size].
 
@@ -372,6 +380,12 @@ class StepSource(Protocol):
     @property
     def head_part(self) -> HeadPart | None:
         """The head in its role, if a forward of ours can take its place; else None."""
+
+
+def empty_states(attention: CachedAttention, like: torch.Tensor, batch: int) -> list[torch.Tensor]:
+    """Return keys and values, [batch, num_kv_heads, 0, head_dim], of ``like``'s dtype and device."""
+    shapes = attention.cache_shape, attention.value_shape
+    return [like.new_empty(batch, heads, 0, dim) for heads, dim in shapes]
 
 
 class AnyLength:

@@ -142,8 +142,9 @@ class Dispatch(TorchDispatchMode):
             raise
 
     def _note(self, func, args, kwargs):
-        out = func(*args, **kwargs)
         recorder = self._recorder
+        shaped = _SHAPES.get(func) if recorder.lengths.counts_any else None
+        out = func(*args, **kwargs) if shaped is None else shaped(*args)
         if recorder.silent:
             return out
         if func in _NOTHING:
@@ -168,6 +169,21 @@ class Dispatch(TorchDispatchMode):
         else:
             recorder.emit(func, arguments, out)
         return out
+
+
+def _padded(x: torch.Tensor, pad: list[Any], *_: Any) -> torch.Tensor:
+    sizes = list(x.shape)
+    for place, (before, behind) in enumerate(zip(pad[::2], pad[1::2])):
+        sizes[-1 - place] = sizes[-1 - place] + before + behind
+    return x.new_empty(sizes)
+
+
+#: ops that have no rule for sizes with symbols -> a function that returns a tensor like the result
+_SHAPES: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.constant_pad_nd.default: _padded,
+    _aten.baddbmm.default: lambda x, a, b: a.new_empty(a.shape[0], a.shape[1], b.shape[2]),
+    _aten.linalg_solve_triangular.default: lambda a, b: b.new_empty(b.shape),
+}
 
 
 def _number_of_length(recorder: Recorder, func: Any, arguments: dict[str, Any], out: Any) -> Any:

@@ -35,6 +35,7 @@ class Notes:
         encoded: int | None = None,
         is_plain: bool = False,
         most: int = MAX_QUERY_LEN,
+        begins: bool = False,
     ):
         self.skeleton = skeleton
         self.calls: list[Call] = []
@@ -53,10 +54,13 @@ class Notes:
         self.is_rehearsing = False  # see rehearsing()
         self.is_unpadded = False  # see Recording
         self.most = most
-        self.past = past_tokens(skeleton.model.config, most) if past is None else past
-        self.rows = min(self.past, POSITIONS) if past is None else past  # of a mask that are looked at
+        self.begins = begins
+        longest = past_tokens(skeleton.model.config, most) if past is None else past
+        self.rows = min(longest, POSITIONS) if past is None else past  # of a mask that are looked at
+        self.past = 0 if begins else longest
         self.encoded_length = _ENCODED if encoded is None else encoded
-        self.lengths = Lengths(skeleton.env, self.past, self.encoded_length, is_plain, past is not None)
+        are_given = past is not None or begins
+        self.lengths = Lengths(skeleton.env, self.past, self.encoded_length, is_plain, are_given, begins)
         self._registers: dict[int, Register] = {}  # id of a tensor -> what stands for it
         self._kept: list[Any] = []  # kept alive, so that no other tensor gets one of these ids
         self._storages: dict[int, list[int]] = {}

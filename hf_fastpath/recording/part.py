@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..cache.fastpath_cache import FastpathCache
 from ..decode.lower import Lower
 from ..decode.modules import model_code_reason, odd_module
 from ..decode.parts import HeadPart
@@ -169,6 +170,9 @@ class RecordedPart(WholeModel):
 
     def reads_prompt(self, plans: Any, device: torch.device, shape: tuple[int, int], past: int) -> bool:
         return self.prompts.are_read(plans, *shape, past)
+
+    def prepare_cache(self, cache: FastpathCache, batch: int) -> None:
+        self.prompts.prepare(cache, batch)
 
     def record_prompt(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
         return self.prompts.record(program, to, last, given)

@@ -8,11 +8,12 @@ from typing import Any
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from ..cache.fastpath_cache import FastpathCache
 from ..decode.lower import Lower
 from ..decode.named_calls import Call
 from ..decode.plan_cache import PlanCache
 from ..decode.program import Program
-from ..decode.source import PromptInputs
+from ..decode.source import PromptInputs, empty_states
 from ..ops.gemv import MAX_ROWS
 from . import marks
 from .looked_at import LookedAt
@@ -62,7 +63,8 @@ class RecordedPrompts:
 
     def __init__(self, part: Any, looked_at: LookedAt):
         self._part, self._looked_at = part, looked_at
-        self._known: dict[int, Recording | None] = {}  # number of sequences -> what is recorded and proven
+        #: number of sequences, whether prompts begin their texts -> what is recorded and proven; None if nothing is
+        self._known: dict[tuple[int, bool], Recording | None] = {}
         self._asked: set[int] = set()  # numbers of sequences of which there was a prompt
 
     def are_read(self, plans: PlanCache, batch: int, count: int, past: int) -> bool:
@@ -75,48 +77,79 @@ class RecordedPrompts:
             return False
         if count == 1:
             found = self._part.recording(batch, 1)
-            return found.served.serves(past) and all(map(_is_of_prompts, found.calls))
+            return not self._has_states and found.served.serves(past) and all(map(_is_of_prompts, found.calls))
         if batch not in self._asked:
             self._asked.add(batch)
             return False
-        if batch not in self._known:
-            self._known[batch] = self._recorded(batch)
-            if self._known[batch] is not None and not self._is_proven(batch):
-                self._known[batch] = None
-        found = self._known[batch]
-        return found is not None and found.served is not None and found.served.serves_prompt(past, count)
+        recording = self._proven(batch, past)
+        return recording is not None and recording.served is not None and recording.served.serves_prompt(past, count)
+
+    @property
+    def _has_states(self) -> bool:
+        return any(kind.states for kind in self._part.kinds)
 
     def _may_be_read(self, rows: int, length: int) -> bool:
         """Whether a prompt of so many rows, which ends at ``length`` tokens, may be read by a list."""
         part = self._part
         if part.ranks is not None or part.is_placed or part.source is not part.module or len(part.devices) > 1:
             return False
-        if part.has_encoder or part.token_shape or any(kind.states or not kind.keys for kind in part.kinds):
+        if part.has_encoder or part.token_shape or not all(kind.keys or kind.states for kind in part.kinds):
             return False
         if part.has_experts and rows > MAX_ROWS:
             return False
         return all(window is None or length <= window for window in part.windows)
 
-    def _recorded(self, batch: int) -> Recording | None:
-        """Return the recording of prompts of so many sequences; None if there is none that can be lowered."""
+    def _proven(self, batch: int, past: int) -> Recording | None:
+        """Return the recording for prompts of so many sequences behind ``past`` tokens, or None: what serves any number
+        of these, or else what begins texts."""
+        ways = [False] if past else [True] if self._has_states else [False, True]
+        for begins in ways:
+            key = batch, begins
+            if key not in self._known:
+                self._known[key] = self._recorded(*key)
+                if self._known[key] is not None and not self._is_proven(*key):
+                    self._known[key] = None
+            if self._known[key] is not None:
+                return self._known[key]
+        return None
+
+    def _recorded(self, batch: int, begins: bool) -> Recording | None:
+        """Return a recording of prompts; None if there is none that can be lowered."""
         try:
-            found = whole_prompt(self._looked_at.skeleton_as_now, batch)
+            found = whole_prompt(self._looked_at.skeleton_as_now, batch, begins)
         except Exception:  # nobody has tried this code: anything may be raised, and stock's modules read prompts, too
             return None
         return found if all(map(_is_of_prompts, found.calls)) else None
 
-    def _is_proven(self, batch: int) -> bool:
+    def _is_proven(self, batch: int, begins: bool) -> bool:
         try:
-            return prompts_agree(self._part, batch)
+            return prompts_agree(self._part, batch, begins)
         except Exception:  # as above
             return False
 
+    def prepare(self, cache: FastpathCache, batch: int) -> None:
+        """Make an empty cache ready for a prompt."""
+        part, recording = self._part, self._part.recording(batch, 1)
+        for index, (layer, kind) in enumerate(zip(part.layers, part.kinds)):
+            if layer.attention is not None:
+                cache.prepare(index, *empty_states(layer.attention, part.embedding.weight, batch))
+            if kind.states:
+                like = [
+                    part.embedding.weight.new_empty(each.shape, dtype=each.dtype)
+                    for each in map(recording.fact, recording.states[index])
+                ]
+                cache.layers[index].begin(dict(zip(recording.state_places[index], like, strict=True)))
+
     def record(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
         """Emit the calls of a prompt; return the register of the last token's logits."""
-        part = self._part
-        found = part.recording(given.batch, 1) if given.is_single else self._known[given.batch]
+        part, key = self._part, (given.batch, given.begins)
+        found = (
+            part.recording(given.batch, 1) if given.is_single else self._known.get(key) or self._known[key[0], False]
+        )
         assert found is not None, "are_read() has found it"
         held = {found.tokens.index: given.tokens, found.positions.index: given.positions}
+        for registers, memory in zip(found.states, given.states):
+            held |= {register.index: each for register, each in zip(registers, memory, strict=True)}
         size = lambda formula: given.size(_Size(formula, found.count))  # noqa: E731
         at = {device: given.at for device in part.devices}
         return Lowering(part, program, to, found, held, given.caches, at, last, size).run()

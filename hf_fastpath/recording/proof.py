@@ -26,6 +26,8 @@ from .recording import Unrecordable
 
 #: tokens of the prompt, or more where a step is of longer texts, and steps after it
 _PROMPT, _STEPS = 8, 3
+#: tokens before a prompt that does not begin its text
+_BEFORE = 3
 #: tokens of the prompt at most
 _LONGEST = 16384
 #: how many times the twin's difference from stock, or stock's own noise, a model may show
@@ -183,29 +185,36 @@ def difference(part: Any, plans: PlanCache) -> float:
     return trial.mean_of(found)
 
 
-def difference_of_prompt(part: Any, batch: int) -> float:
-    """Do as :func:`difference` for a prompt of ``batch`` sequences; return the larger one of what logits show and what
-    all keys and values show in the mean."""
+def difference_of_prompt(part: Any, batch: int, begins: bool) -> float:
+    """Do as :func:`difference` for a prompt of ``batch`` sequences, which begins the texts or not; return the larger one
+    of what logits show and what all keys, values and states show in the mean."""
     count = max(2, MAX_ROWS // batch + int(not part.has_experts))  # more rows than kernels for a few take
     trial, generator = _Trial(part), torch.Generator().manual_seed(0)
-    tokens = torch.randint(part.vocab_size, (batch, count), generator=generator, device="cpu").to(trial.device)
-    given = prompt.Prompt(tokens, torch.arange(count, device=trial.device)[None], None)
-    (ours, _), (stocks, _) = trial.caches(), trial.caches()
+    past = 0 if begins else _BEFORE
+    tokens = torch.randint(part.vocab_size, (batch, past + count), generator=generator, device="cpu").to(trial.device)
+    before, new = tokens.split((past, count), dim=1)
+    given = prompt.Prompt(new, torch.arange(past, past + count, device=trial.device)[None], None)
+    stocks, _ = trial.caches()
     with torch.no_grad():
-        logits, of_stock = prompt.read(part, ours, given, {}), trial.stock_over(tokens, stocks)[:, -1]
-        held = [[each[:, :, :count].float() for each in _buffers(cache)] for cache in (ours, stocks)]
+        if past:
+            trial.stock_over(before, stocks)
+        ours = copy.deepcopy(stocks)
+        logits, of_stock = prompt.read(part, ours, given, {}), trial.stock_over(new, stocks)[:, -1]
+        held = [[each.float() for each in _held(cache, past + count)] for cache in (ours, stocks)]
     of_states = [_ratio(*pair) for pair in zip(*held, strict=True)]
     return max(_ratio(logits.float(), of_stock), sum(of_states) / len(of_states))
 
 
-def _buffers(cache: FastpathCache) -> list[torch.Tensor]:
+def _held(cache: FastpathCache, length: int) -> list[torch.Tensor]:
+    """Return all keys and values of ``length`` tokens, and all states."""
     both = ((layer.k_buffer, layer.v_buffer) for layer in cache.key_layers)
-    return [each for pair in both for each in pair if each is not None]
+    found = [each[:, :, :length] for pair in both for each in pair if each is not None]
+    return found + [state for layer in cache.state_layers for state in layer.states]
 
 
-def prompts_agree(part: Any, batch: int) -> bool:
+def prompts_agree(part: Any, batch: int, begins: bool) -> bool:
     """Whether a list of calls reads a prompt of so many sequences as the model's own forward does."""
-    return difference_of_prompt(part, batch) <= _allowed(part)
+    return difference_of_prompt(part, batch, begins) <= _allowed(part)
 
 
 def own_difference(part: Any) -> float:

@@ -98,6 +98,7 @@ class Recording:
         past: number of tokens that the cache said it holds.
         windows: sliding window of each of the cache's layers.
         states: registers of the states of each of the cache's layers; calls read and write these.
+        state_places: where each layer's states are in the layer, see ``compat.RecordingCache.states``.
         encoded: of each layer of a decoder behind an encoder, what it attends to; empty without an encoder.
         biases: tables of what is added to scores.
         encoder_output: register of the encoder's output itself, or None.
@@ -126,6 +127,7 @@ class Recording:
     past: int = 0
     windows: tuple[int | None, ...] = ()
     states: list[list[Register]] = field(default_factory=list)
+    state_places: list[list[tuple[str, int]]] = field(default_factory=list)
     encoded: list[EncodedLayer] = field(default_factory=list)
     biases: list[BiasTable] = field(default_factory=list)
     encoder_output: Register | None = None

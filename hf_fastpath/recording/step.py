@@ -42,6 +42,7 @@ def record(
     lengths: tuple[int | None, int | None] = (None, None),
     with_mask: bool = False,
     is_any: bool = False,
+    begins: bool = False,
 ) -> Recording:
     """Record the step of ``query_len`` new tokens for each of ``batch`` sequences.
 
@@ -51,12 +52,13 @@ def record(
         with_mask: the forward is given a mask of all tokens, which hides none.
         is_any: the step is to be that of any number of new tokens but 1, with the logits of the last; ``query_len`` is
             then a number that no other size is, nor a multiple of it.
+        begins: the new tokens are the first of their text.
 
     Raises:
         Unrecordable: the step cannot be recorded; the message says which line did it.
     """
     most = max(query_len, MAX_QUERY_LEN)
-    noting = Recorder(skeleton, *lengths, most=most)
+    noting = Recorder(skeleton, *lengths, most=most, begins=begins)
     token = recorder.set(noting)
     given = batch, query_len, arguments or {}, with_mask, is_any
     try:
@@ -75,14 +77,14 @@ def record(
                     raise
                 is_plain, changed = True, ["a length"]
             if changed:  # the first step may have set what the others find
-                noting = Recorder(skeleton, *lengths, is_plain, most)
+                noting = Recorder(skeleton, *lengths, is_plain, most, begins)
                 recorder.set(noting)
                 recording, changed = _record_with_care(noting, *given)
             if not is_plain and skeleton.code.asks_for_types():
                 _compare_with_plain(noting, skeleton, lengths, given)
             if changed:
                 raise Unrecordable(f"{changed[0]}, which the forward reads, and changes with every token")
-            recording.is_of_given_length = lengths[0] is not None
+            recording.is_of_given_length = lengths[0] is not None or begins
             return recording
     except OUT_OF_MEMORY:
         raise
@@ -100,7 +102,7 @@ def _compare_with_plain(noting: Recorder, skeleton: Skeleton, lengths: tuple[int
     Raises:
         Unrecordable: it is.
     """
-    plain = Recorder(skeleton, *lengths, is_plain=True, most=noting.most)
+    plain = Recorder(skeleton, *lengths, is_plain=True, most=noting.most, begins=noting.begins)
     recorder.set(plain)
     _record(plain, *given)
     for one, other in itertools.zip_longest(noting.trace, plain.trace):
@@ -159,7 +161,7 @@ def _record(
     new = noting.lengths.new_tokens(query_len, is_any)
     cache = noting.new_cache()
     has_states, has_encoder = any(kind.states for kind in cache.kinds), compat.has_encoder(skeleton.copy)
-    if has_states and query_len > 1:
+    if has_states and query_len > 1 and not is_any:
         raise Unrecordable("several tokens at once, of which some could not be taken back from the states")
     if has_encoder and query_len > 1:
         raise Unrecordable("several tokens at once, over what an encoder has read")
@@ -184,10 +186,12 @@ def _record(
         elif has_states:
             whole = cache = cache_with_states(noting, batch)
         if has_states:
-            states = [[noting.state(each) for each in found] for found in cache.states()]
+            states = [[noting.state(each) for each in found.values()] for found in cache.states()]
             if not any(states):
                 raise Unrecordable("states that it keeps elsewhere than in the cache that it is given")
         cache.claim(noting.lengths.past)
+        if noting.begins:
+            cache.begin()
         sizes = (batch, new, *skeleton.token_shape), (batch, new)
         tokens, positions = (torch.zeros(each, dtype=torch.long, device=skeleton.device) for each in sizes)
         given = noting.given(tokens), noting.given(positions)
@@ -260,6 +264,7 @@ def _record(
         past=noting.past,
         windows=tuple(kind.window for kind in cache.kinds),
         states=states[: len(cache.kinds)],
+        state_places=[list(found) for found in cache.states()] if has_states else [],
         encoded=encoded,
         encoder_output=encoder_output,
         encoded_length=noting.encoded_length if has_encoder else 0,

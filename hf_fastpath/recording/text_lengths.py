@@ -207,6 +207,7 @@ class Lengths:
         encoded: places that an encoder is said to have read.
         is_plain: the model's code gets plain numbers.
         are_given: these are lengths that other sizes may have, too.
+        begins: the step is that of a text's first tokens alone.
 
     Attributes:
         past: tokens in the cache, as the model's code gets their number.
@@ -215,7 +216,9 @@ class Lengths:
         query_len: new tokens of each sequence.
     """
 
-    def __init__(self, env: _Env, past: int, encoded: int, is_plain: bool = False, are_given: bool = False):
+    def __init__(
+        self, env: _Env, past: int, encoded: int, is_plain: bool = False, are_given: bool = False, begins: bool = False
+    ):
         self._env, self._first, self._number = env, len(env.guards), past
         self._is_plain, self._are_given, self.query_len = is_plain, are_given, 1
         self._count: Any = None  # symbol of the number of new tokens
@@ -226,6 +229,9 @@ class Lengths:
         self.size: Any
         self.encoded: Any
         self.past, self.size, self.encoded = (past, past, encoded) if is_plain else made
+        self._begins = begins
+        if begins:
+            self.past = self.size = 0
 
     def _new(self, name: str, hint: int) -> torch.SymInt:
         source = ConstantSource(f"{name}_{next(_NUMBERS)}")
@@ -271,12 +277,17 @@ class Lengths:
         further = length.node.expr - self._symbols[0]
         return self.size + int(further) if further.is_number else length
 
+    @property
+    def counts_any(self) -> bool:
+        """Whether the number of new tokens is a symbol."""
+        return self._count is not None
+
     def served(self) -> Served:
         """Return the lengths of which the model's code would have asked for the same calls."""
-        found: dict[Any, str] = {}
+        found: dict[Any, str] = {sympy.Eq(self._symbols[0], 0): ""} if self._begins else {}
         for formula, _, line, is_op in self._questions():
-            if isinstance(formula, sympy.Eq) and is_op:  # the number was taken, see check()
-                continue
+            if isinstance(formula, sympy.Eq) and is_op and self._count not in formula.free_symbols:
+                continue  # the number was taken, see check()
             if not is_op or not self._is_of_sizes(formula):
                 found.setdefault(formula, line)
         return Served(*self._symbols, tuple(found.items()), self._count)
@@ -284,10 +295,14 @@ class Lengths:
     def _is_of_sizes(self, formula: Any) -> bool:
         """Whether PyTorch asks whether a size is 1, whose result is the same in any case: a formula holds for all
         others."""
+        return bool(self._holds(formula).all())
+
+    def _holds(self, formula: Any) -> torch.Tensor:
+        """Return for which of many numbers a formula holds."""
         every = torch.arange(2, _MANY, device="cpu")
         values = dict.fromkeys((*self._symbols, self._count), every)
         values[self._count] = every.flip(0)  # as if it were none of the others
-        return bool(computed(formula, values).all())
+        return computed(formula, values)
 
     def values(self, past: torch.Tensor) -> dict[Any, torch.Tensor]:
         """Return the symbol of the text's length with a tensor that holds the length."""
@@ -310,8 +325,10 @@ class Lengths:
             LengthTaken: there is such a number.
         """
         for formula, file, line, is_op in self._questions():
-            is_of_count = self._count in formula.free_symbols and not self._is_of_sizes(formula)
-            if isinstance(formula, sympy.Eq) and (is_op == self._are_given or is_of_count):
+            if not isinstance(formula, sympy.Eq):
+                continue
+            is_of_count = self._count in formula.free_symbols
+            if self._holds(formula).sum() <= 1 if is_of_count else is_op == self._are_given:
                 error = LengthTaken(f"a number that is made of a length{', at ' * bool(line)}{line}")
                 error.is_known = "/transformers/models/" in file
                 raise error

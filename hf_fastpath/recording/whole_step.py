@@ -32,8 +32,11 @@ def whole_step(
     return _passed(skeleton, lambda: record(skeleton, batch, query_len, None, lengths))
 
 
-def whole_prompt(skeleton: Skeleton, batch: int) -> Recording:
+def whole_prompt(skeleton: Skeleton, batch: int, begins: bool) -> Recording:
     """Do as :func:`whole_step` for any number of new tokens but 1; the logits are those of the last token.
+
+    Args:
+        begins: the new tokens are the first of their text; else there may be others before them.
 
     Raises:
         Unrecordable: the model cannot be recorded so.
@@ -42,7 +45,7 @@ def whole_prompt(skeleton: Skeleton, batch: int) -> Recording:
         raise Unrecordable("logits of all tokens of a prompt")
     count = _unlike_all_sizes(skeleton.model)
     kept = {compat.LOGITS_TO_KEEP: 1}
-    return _passed(skeleton, lambda: record(skeleton, batch, count, kept, is_any=True))
+    return _passed(skeleton, lambda: record(skeleton, batch, count, kept, is_any=True, begins=begins))
 
 
 def _passed(skeleton: Skeleton, recorded: Callable[[], Recording]) -> Recording:

@@ -33,7 +33,7 @@ def found(noting: Recorder, made) -> tuple[RecordingCache, list]:
             cache = made(noting)
     finally:
         recorder.reset(token)
-    known = [[(each.shape, each.stride(), each.dtype, each.device) for each in states] for states in cache.states()]
+    known = [[(each.shape, each.stride(), each.dtype, each.device) for each in states.values()] for states in cache.states()]
     return cache, known
 
 
@@ -52,7 +52,7 @@ def test_states_are_those_that_all_layers_leave(model_type, monkeypatch):
     assert [vars(module) for module in noting.skeleton.copy.modules()] == before
     full, expected = found(noting, of_all_layers)
     assert any(states) and states == expected
-    places = [state.untyped_storage()._cdata for layer in cache.states() for state in layer]
+    places = [state.untyped_storage()._cdata for layer in cache.states() for state in layer.values()]
     assert len(set(places)) == len(places)
     plain = [[_without_tensors(vars(layer)) for layer in each.layers] for each in (cache, full)]
     assert plain[0] == plain[1]
