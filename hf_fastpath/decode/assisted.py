@@ -336,7 +336,7 @@ class _Call:
         reason, _ = step_aside_reason(state, part, ids, self.config, False, seen)
         padding = starts if starts is not None and starts.any() else None
         given = prompt.Prompt(ids.long(), positions.long(), padding)
-        if part is None or reason is not None or not prompt.is_readable(state.plans, part, cache, given):
+        if part is None or reason is not None or not prompt.is_readable(part, cache, given):
             return StockDrafts(self.generator, self.device)
         cache.activate_past_recording()
         cache.expect(self.max_length)

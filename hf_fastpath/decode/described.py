@@ -114,12 +114,14 @@ class DescribedPart(ModelPart):
         hidden = to.emit(torch.ops.aten.narrow.default, hidden, 1, -1, 1)
         return steps.scaled_logits(last, self, steps.head(last, self, hidden))
 
-    def reads_prompt(self, plans: Any, device: torch.device, shape: tuple[int, int], past: int) -> bool:
-        """Return whether ops read it: not if attention is more than softmax and no kernel does that, if a window ends
-        inside the prompt, if MLPs are mixtures, or if layers are on several devices."""
+    def prompt_form(self, device: torch.device, shape: tuple[int, int], past: int) -> Any:
+        """Return this source, or None: ops do not read a prompt if attention is more than softmax and no kernel does
+        that, if a window ends inside the prompt, if MLPs are mixtures, or if layers are on several devices."""
+        return self if self._reads_prompt(device, past + shape[1]) else None
+
+    def _reads_prompt(self, device: torch.device, length: int) -> bool:
         if len(self.devices) > 1:
             return False
-        length = past + shape[1]
         for layer in self.layers:
             attention = layer.attention
             if isinstance(layer.mlp, MoEPart):

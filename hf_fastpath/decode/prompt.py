@@ -94,11 +94,14 @@ def _states(layer: Any) -> list[torch.Tensor]:
     return layer.states if isinstance(layer, StateLayer) else []
 
 
-def is_readable(plans: PlanCache, part: StepSource, cache: FastpathCache, prompt: Prompt) -> bool:
+def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt) -> bool:
     """Whether :func:`read` can take the prompt; else stock code has to."""
+    return _continues(cache, prompt) and _form(part, cache, prompt) is not None
+
+
+def _form(part: StepSource, cache: FastpathCache, prompt: Prompt) -> Any:
     batch, query_len = prompt.tokens.shape
-    past, device = cache.get_seq_length(), prompt.tokens.device
-    return _continues(cache, prompt) and part.reads_prompt(plans, device, (batch, query_len), past)
+    return part.prompt_form(prompt.tokens.device, (batch, query_len), cache.get_seq_length())
 
 
 class PromptProgram:
@@ -106,9 +109,8 @@ class PromptProgram:
 
     Args:
         part: the model.
+        form: see ``StepSource.prompt_form``.
         at_once: ops for a few rows take all tokens of the prompt.
-        is_single: each sequence has one token.
-        begins: the prompts' tokens are the first of their texts.
         rows: tokens of all sequences; the number does not matter if it is more than kernels for a few rows take.
         batch: sequences.
         has_padding: whether rows begin with padding.
@@ -119,9 +121,8 @@ class PromptProgram:
     def __init__(
         self,
         part: StepSource,
+        form: Any,
         at_once: bool,
-        is_single: bool,
-        begins: bool,
         rows: int,
         batch: int,
         has_padding: bool,
@@ -141,7 +142,7 @@ class PromptProgram:
         to = Lower(emit, rows, many=not at_once, attention=None if at_once else self._attention)
         at = Positions(self._angles, self._lengths, self._starts)
         memory = self._caches, self._states
-        given = PromptInputs(batch, is_single, begins, self._tokens, self._positions, *memory, at, self._size)
+        given = PromptInputs(form, batch, self._tokens, self._positions, *memory, at, self._size)
         logits = part.record_prompt(self._program, to, Lower(emit, batch), given)
         emit(_aten.select.int, logits, 1, 0)
 
@@ -203,6 +204,7 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
     """
     batch, query_len = prompt.tokens.shape
     past, dtype, device = cache.get_seq_length(), part.embedding.weight.dtype, prompt.tokens.device
+    form = _form(part, cache, prompt)
     if not past:
         part.prepare_cache(cache, batch)
     cache.reserve(query_len)
@@ -213,8 +215,8 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
     at_once = device.type == "cpu" and rows <= MAX_ROWS
     layers = cache.layers[: len(part.layers)]
     memory = tuple(_keys_and_values(each).names() for each in layers), tuple(len(_states(each)) for each in layers)
-    key = at_once, query_len == 1, not past, min(rows, MAX_WGMMA_ROWS + 1), batch, starts is not None, *memory
-    program = programs.pop(key, None) or PromptProgram(part, *key)
+    how = at_once, min(rows, MAX_WGMMA_ROWS + 1), batch, starts is not None, *memory
+    program = programs.pop((key := (id(form), *how)), None) or PromptProgram(part, form, *how)
     angles = {}
     if has_angles(part):
         angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
@@ -310,7 +312,7 @@ def _read_rows(
     positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
     given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
     logits = read_turn(part, cache, given, functools.partial(plans.draft_plan, part, cache))
-    if logits is None and is_readable(plans, part, cache, given):
+    if logits is None and is_readable(part, cache, given):
         programs = plans.prompt_programs_of(part)
         with compat.below_autograd():
             for chunk in given.chunks(config.prefill_chunk_size):

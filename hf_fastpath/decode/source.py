@@ -53,9 +53,8 @@ class PromptInputs:
     """What a program has for a prompt, as registers that are filled for each prompt.
 
     Attributes:
+        form: what :meth:`StepSource.prompt_form` has given for such prompts.
         batch: number of sequences.
-        is_single: query_len is 1; else it is any other number.
-        begins: the tokens are the first of their text.
         tokens: int64 [batch, query_len].
         positions: int64 [batch, query_len].
         caches: each layer's keys and values.
@@ -64,9 +63,8 @@ class PromptInputs:
         size: gives what stands for a number that a function makes of query_len.
     """
 
+    form: Any
     batch: int
-    is_single: bool
-    begins: bool
     tokens: Any
     positions: Any
     caches: Sequence[KVCache]
@@ -306,13 +304,10 @@ class StepSource(Protocol):
     def length_bounds(self, end: int) -> list[int]:
         """Return the lengths of the text, below ``end``, from which on the step is another one."""
 
-    def reads_prompt(self, plans: Any, device: torch.device, shape: tuple[int, int], past: int) -> bool:
-        """Return whether :mod:`.prompt` reads a prompt of this shape, [batch, query_len], behind ``past`` tokens op by
-        op; else stock code does.
-
-        Args:
-            plans: of the model.
-        """
+    def prompt_form(self, device: torch.device, shape: tuple[int, int], past: int) -> Any:
+        """Return by what :mod:`.prompt` reads a prompt of this shape, [batch, query_len], behind ``past`` tokens op by
+        op: an object that lives as long as this source, and that all prompts of one list of calls have in common. None
+        if stock code reads the prompt."""
 
     def prepare_cache(self, cache: FastpathCache, batch: int) -> None:
         """Make an empty cache ready for a prompt that :mod:`.prompt` reads."""

@@ -168,8 +168,8 @@ class RecordedPart(WholeModel):
             raise Unrecordable("layers that keep nothing of what the encoder has read")
         return self.lowering(self, program, to, recording, held, given.caches, given.at).run()
 
-    def reads_prompt(self, plans: Any, device: torch.device, shape: tuple[int, int], past: int) -> bool:
-        return self.prompts.are_read(plans, *shape, past)
+    def prompt_form(self, device: torch.device, shape: tuple[int, int], past: int) -> Recording | None:
+        return self.prompts.recording_for(*shape, past)
 
     def prepare_cache(self, cache: FastpathCache, batch: int) -> None:
         self.prompts.prepare(cache, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.lower import Lower
 from ..decode.named_calls import Call
-from ..decode.plan_cache import PlanCache
 from ..decode.program import Program
 from ..decode.source import PromptInputs, empty_states
 from ..ops.gemv import MAX_ROWS
@@ -20,10 +20,18 @@ from .looked_at import LookedAt
 from .lowering import Lowering
 from .proof import prompts_agree
 from .recording import Recording
-from .whole_step import whole_prompt
+from .text_lengths import Served
+from .whole_step import count_like, whole_prompt
 
 #: what attention of a prompt does not add to its scores
+#: recordings of a number of sequences, each of other numbers of new tokens
+_MOST = 3
 _OTHER_SCORES = "bias", "row_biases", "encoded"
+
+
+@functools.lru_cache(maxsize=1024)
+def _computed(size: _Size, count: int) -> Any:
+    return sympy_interp(PythonReferenceAnalysis, {size.count: count}, size.formula)
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,11 @@ class _Size:
     count: Any
 
     def __call__(self, count: int) -> Any:
-        return sympy_interp(PythonReferenceAnalysis, {self.count: count}, self.formula)
+        return _computed(self, count)
+
+
+#: the same few lengths are asked for again and again
+_serves = functools.lru_cache(maxsize=1024)(Served.serves_prompt)
 
 
 def _is_of_prompts(call: Call) -> bool:
@@ -51,7 +63,7 @@ def _is_of_prompts(call: Call) -> bool:
 
 
 class RecordedPrompts:
-    """How prompts of a recorded model are read: which of them by a list of calls, and which.
+    """The recordings that prompts of a recorded model are read by.
 
     A recording takes as long as stock's modules take for many prompts. So the first prompt of a number of sequences is
     left to these modules.
@@ -63,26 +75,36 @@ class RecordedPrompts:
 
     def __init__(self, part: Any, looked_at: LookedAt):
         self._part, self._looked_at = part, looked_at
-        #: number of sequences, whether prompts begin their texts -> what is recorded and proven; None if nothing is
-        self._known: dict[tuple[int, bool], Recording | None] = {}
+        #: number of sequences, whether prompts begin their texts -> what is recorded and proven
+        self._known: dict[tuple[int, bool], list[Recording]] = {}
+        #: the same, and the number of new tokens with which a recording was tried
+        self._tried: set[tuple[int, bool, int]] = set()
         self._asked: set[int] = set()  # numbers of sequences of which there was a prompt
+        self._in_trial: Recording | None = None
 
-    def are_read(self, plans: PlanCache, batch: int, count: int, past: int) -> bool:
-        """Return whether there is a list for ``count`` new tokens of each sequence behind ``past`` others.
-
-        Args:
-            plans: of the model.
-        """
+    def recording_for(self, batch: int, count: int, past: int) -> Recording | None:
+        """Return what reads ``count`` new tokens of each of ``batch`` sequences behind ``past`` others, or None."""
+        if self._in_trial is not None:
+            return self._in_trial
         if not self._may_be_read(batch * count, past + count):
-            return False
+            return None
         if count == 1:
             found = self._part.recording(batch, 1)
-            return not self._has_states and found.served.serves(past) and all(map(_is_of_prompts, found.calls))
+            is_alike = not self._has_states and found.served.serves(past) and all(map(_is_of_prompts, found.calls))
+            return found if is_alike else None
         if batch not in self._asked:
             self._asked.add(batch)
-            return False
-        recording = self._proven(batch, past)
-        return recording is not None and recording.served is not None and recording.served.serves_prompt(past, count)
+            return None
+        # a recording behind any number of tokens is the best, and there is none of states that are not there yet
+        ways = [False] if past else [True] if self._has_states else [False, True]
+        for begins in ways:
+            for found in self._known.get((batch, begins), []):
+                if _serves(found.served, past, count):
+                    return found
+            found = self._proven(batch, begins, count)
+            if found is not None and _serves(found.served, past, count):
+                return found
+        return None
 
     @property
     def _has_states(self) -> bool:
@@ -99,54 +121,43 @@ class RecordedPrompts:
             return False
         return all(window is None or length <= window for window in part.windows)
 
-    def _proven(self, batch: int, past: int) -> Recording | None:
-        """Return the recording for prompts of so many sequences behind ``past`` tokens, or None: what serves any number
-        of these, or else what begins texts."""
-        ways = [False] if past else [True] if self._has_states else [False, True]
-        for begins in ways:
-            key = batch, begins
-            if key not in self._known:
-                self._known[key] = self._recorded(*key)
-                if self._known[key] is not None and not self._is_proven(*key):
-                    self._known[key] = None
-            if self._known[key] is not None:
-                return self._known[key]
-        return None
-
-    def _recorded(self, batch: int, begins: bool) -> Recording | None:
-        """Return a recording of prompts; None if there is none that can be lowered."""
+    def _proven(self, batch: int, begins: bool, count: int) -> Recording | None:
+        """Return a further recording, and keep it; None if none was made that can be lowered and gives what the model's
+        own forward gives."""
+        known = self._known.setdefault((batch, begins), [])
         try:
-            found = whole_prompt(self._looked_at.skeleton_as_now, batch, begins)
+            tokens = count_like(count if known else 0, self._part.module)
+            if (key := (batch, begins, tokens)) in self._tried or len(known) == _MOST:
+                return None
+            self._tried.add(key)
+            made = whole_prompt(self._looked_at.skeleton_as_now, batch, tokens, begins)
+            if not all(map(_is_of_prompts, made.calls)):
+                return None
+            self._in_trial = made
+            if made.served is None or not prompts_agree(self._part, batch, begins, made.served):
+                return None
         except Exception:  # nobody has tried this code: anything may be raised, and stock's modules read prompts, too
             return None
-        return found if all(map(_is_of_prompts, found.calls)) else None
-
-    def _is_proven(self, batch: int, begins: bool) -> bool:
-        try:
-            return prompts_agree(self._part, batch, begins)
-        except Exception:  # as above
-            return False
+        finally:
+            self._in_trial = None
+        known.append(made)
+        return made
 
     def prepare(self, cache: FastpathCache, batch: int) -> None:
         """Make an empty cache ready for a prompt."""
         part, recording = self._part, self._part.recording(batch, 1)
+        weight = part.embedding.weight
         for index, (layer, kind) in enumerate(zip(part.layers, part.kinds)):
             if layer.attention is not None:
-                cache.prepare(index, *empty_states(layer.attention, part.embedding.weight, batch))
+                cache.prepare(index, *empty_states(layer.attention, weight, batch))
             if kind.states:
-                like = [
-                    part.embedding.weight.new_empty(each.shape, dtype=each.dtype)
-                    for each in map(recording.fact, recording.states[index])
-                ]
-                cache.layers[index].begin(dict(zip(recording.state_places[index], like, strict=True)))
+                facts = map(recording.fact, recording.states[index])
+                states = [weight.new_zeros(each.shape, dtype=each.dtype) for each in facts]
+                cache.layers[index].begin(dict(zip(recording.state_places[index], states, strict=True)))
 
     def record(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
         """Emit the calls of a prompt; return the register of the last token's logits."""
-        part, key = self._part, (given.batch, given.begins)
-        found = (
-            part.recording(given.batch, 1) if given.is_single else self._known.get(key) or self._known[key[0], False]
-        )
-        assert found is not None, "are_read() has found it"
+        part, found = self._part, given.form
         held = {found.tokens.index: given.tokens, found.positions.index: given.positions}
         for registers, memory in zip(found.states, given.states):
             held |= {register.index: each for register, each in zip(registers, memory, strict=True)}

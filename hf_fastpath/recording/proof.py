@@ -23,11 +23,12 @@ from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause
 from .errors import OUT_OF_MEMORY
 from .recording import Unrecordable
+from .text_lengths import Served
 
 #: tokens of the prompt, or more where a step is of longer texts, and steps after it
 _PROMPT, _STEPS = 8, 3
-#: tokens before a prompt that does not begin its text
-_BEFORE = 3
+#: tokens before a prompt that does not begin its text, and tokens of a prompt where one of few is read otherwise
+_BEFORE, _MORE_TOKENS = 3, (40, 67, 131, 262, 523, 1031)
 #: tokens of the prompt at most
 _LONGEST = 16384
 #: how many times the twin's difference from stock, or stock's own noise, a model may show
@@ -185,12 +186,13 @@ def difference(part: Any, plans: PlanCache) -> float:
     return trial.mean_of(found)
 
 
-def difference_of_prompt(part: Any, batch: int, begins: bool) -> float:
-    """Do as :func:`difference` for a prompt of ``batch`` sequences, which begins the texts or not; return the larger one
-    of what logits show and what all keys, values and states show in the mean."""
-    count = max(2, MAX_ROWS // batch + int(not part.has_experts))  # more rows than kernels for a few take
-    trial, generator = _Trial(part), torch.Generator().manual_seed(0)
+def difference_of_prompt(part: Any, batch: int, begins: bool, served: Served) -> float:
+    """Do as :func:`difference` for a prompt of ``batch`` sequences, which begins the texts or not. The result is the
+    larger one of what logits show and what all keys, values and states show in the mean."""
     past = 0 if begins else _BEFORE
+    least = max(2, MAX_ROWS // batch + int(not part.has_experts))  # more rows than kernels for a few take
+    count = next(each for each in (least, *_MORE_TOKENS) if served.serves_prompt(past, each))
+    trial, generator = _Trial(part), torch.Generator().manual_seed(0)
     tokens = torch.randint(part.vocab_size, (batch, past + count), generator=generator, device="cpu").to(trial.device)
     before, new = tokens.split((past, count), dim=1)
     given = prompt.Prompt(new, torch.arange(past, past + count, device=trial.device)[None], None)
@@ -212,9 +214,9 @@ def _held(cache: FastpathCache, length: int) -> list[torch.Tensor]:
     return found + [state for layer in cache.state_layers for state in layer.states]
 
 
-def prompts_agree(part: Any, batch: int, begins: bool) -> bool:
+def prompts_agree(part: Any, batch: int, begins: bool, served: Served) -> bool:
     """Whether a list of calls reads a prompt of so many sequences as the model's own forward does."""
-    return difference_of_prompt(part, batch, begins) <= _allowed(part)
+    return difference_of_prompt(part, batch, begins, served) <= _allowed(part)
 
 
 def own_difference(part: Any) -> float:

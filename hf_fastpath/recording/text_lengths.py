@@ -229,7 +229,6 @@ class Lengths:
         self.size: Any
         self.encoded: Any
         self.past, self.size, self.encoded = (past, past, encoded) if is_plain else made
-        self._begins = begins
         if begins:
             self.past = self.size = 0
 
@@ -284,7 +283,7 @@ class Lengths:
 
     def served(self) -> Served:
         """Return the lengths of which the model's code would have asked for the same calls."""
-        found: dict[Any, str] = {sympy.Eq(self._symbols[0], 0): ""} if self._begins else {}
+        found: dict[Any, str] = {}
         for formula, _, line, is_op in self._questions():
             if isinstance(formula, sympy.Eq) and is_op and self._count not in formula.free_symbols:
                 continue  # the number was taken, see check()

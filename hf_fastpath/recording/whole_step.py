@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import nn
@@ -13,9 +14,9 @@ from .recording import Recording
 from .skeleton import Skeleton
 from .step import record
 
-#: numbers of new tokens with which a prompt is recorded: primes, so that a size is a multiple only if it is made of the
-#: number; more than kernels for a few rows take
-_COUNTS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 79, 83, 89, 97, 101, 103, 107, 109, 113)
+#: numbers of new tokens with which prompts are recorded: more than kernels for a few rows take, and not so many that
+#: passes, which compute with them, take long
+_LEAST_COUNT, _MOST_COUNT = 29, 521
 
 
 def whole_step(
@@ -32,10 +33,11 @@ def whole_step(
     return _passed(skeleton, lambda: record(skeleton, batch, query_len, None, lengths))
 
 
-def whole_prompt(skeleton: Skeleton, batch: int, begins: bool) -> Recording:
+def whole_prompt(skeleton: Skeleton, batch: int, count: int, begins: bool) -> Recording:
     """Do as :func:`whole_step` for any number of new tokens but 1; the logits are those of the last token.
 
     Args:
+        count: number of new tokens when it is recorded, of :func:`count_like`.
         begins: the new tokens are the first of their text; else there may be others before them.
 
     Raises:
@@ -43,7 +45,6 @@ def whole_prompt(skeleton: Skeleton, batch: int, begins: bool) -> Recording:
     """
     if not compat.takes_logits_to_keep(skeleton.model):
         raise Unrecordable("logits of all tokens of a prompt")
-    count = _unlike_all_sizes(skeleton.model)
     kept = {compat.LOGITS_TO_KEEP: 1}
     return _passed(skeleton, lambda: record(skeleton, batch, count, kept, is_any=True, begins=begins))
 
@@ -55,14 +56,16 @@ def _passed(skeleton: Skeleton, recorded: Callable[[], Recording]) -> Recording:
         return passed(recorded(), skeleton.model, without=["adapters"])
 
 
-def _unlike_all_sizes(model: nn.Module) -> int:
-    """Return a number that divides no size of the model's tensors.
+def count_like(wanted: int, model: nn.Module) -> int:
+    """Return a number of new tokens to record a prompt with: a prime from about ``wanted`` on, so that a size is a
+    multiple only if it is made of the number; no size of the model's tensors is one.
 
     Raises:
         Unrecordable: there is none.
     """
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    for count in _COUNTS:
-        if all(size % count for size in sizes):
+    first = min(max(wanted, _LEAST_COUNT), _MOST_COUNT)
+    for count in range(first, 2 * _MOST_COUNT):
+        if all(count % each for each in range(2, math.isqrt(count) + 1)) and all(size % count for size in sizes):
             return count
     raise Unrecordable("tensors of too many sizes")
