@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.models.bart.modeling_bart import BartDecoder
 
 import hf_fastpath
-from hf_fastpath.recording.text_lengths import functions_of_lengths
+from hf_fastpath.recording.math_functions import functions_of_lengths
 
 #: bounds of habits are at 16, 20, 30, 32, 40, 48
 PROMPT, NEW = 9, 44
