@@ -22,6 +22,7 @@ from ..reasons import Cause
 from . import acceptance, prompt
 from .calls import (
     Watch,
+    agreed_reason,
     alike,
     end_tokens,
     ends_by_length_or_token,
@@ -81,10 +82,7 @@ def decode(
             )
         if generator is None:
             reason = Cause("generation_mode", _why_not_drafts(input_ids, stopping_criteria, assistant_tokenizer))
-    if ranks is not None:
-        reason = ranks.agreed(reason)
-        if reason is None and part is not None:
-            reason = part.reason_of_ranks(state.plans, len(input_ids))
+    reason = agreed_reason(ranks, reason, part, state.plans, len(input_ids))
     if reason is None:
         assert part is not None, "without one there is a reason"
         with state.plans.place() as is_free:

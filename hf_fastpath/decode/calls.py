@@ -17,6 +17,7 @@ from ..reasons import Cause
 from .eligibility import model_reason, torch_reason
 from .multimodal import Behind
 from .patched import STATE_KEY, Patched
+from .plan_cache import PlanCache
 from .ranks import Ranks
 from .source import StepSource
 
@@ -43,6 +44,23 @@ def for_patched_models(loop: Callable[..., Any]) -> Callable[..., Any]:
         return loop(state, original, model, *args, **kwargs)
 
     return method
+
+
+def agreed_reason(
+    ranks: Ranks | None, reason: str | None, part: StepSource | None, plans: PlanCache, batch: int
+) -> str | None:
+    """Return the reason for stock code that all ranks follow; every rank has to call this function.
+
+    Args:
+        ranks: the processes, or None where each goes its own way.
+        reason: this rank's.
+        part: whose steps decode; there is a reason if it is None.
+        batch: number of sequences.
+    """
+    if ranks is None:
+        return reason
+    reason = ranks.agreed(reason)
+    return part.reason_of_ranks(plans, batch) if reason is None and part is not None else reason
 
 
 @contextmanager

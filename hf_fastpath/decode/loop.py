@@ -20,6 +20,7 @@ from ..cache.fastpath_cache import FastpathCache
 from . import prompt
 from .calls import (
     Watch,
+    agreed_reason,
     alike,
     end_tokens,
     ends_by_length_or_token,
@@ -66,10 +67,8 @@ def sample(
     given |= dict(generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer)
     part = state.plans.part_in_call(model, generation_config, is_last=True)
     reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-    if state.ranks is not None and state.loop_reason is None:
-        reason = state.ranks.agreed(reason)
-        if reason is None and part is not None:
-            reason = part.reason_of_ranks(state.plans, len(input_ids))
+    ranks = state.ranks if state.loop_reason is None else None
+    reason = agreed_reason(ranks, reason, part, state.plans, len(input_ids))
     if reason is None:
         assert part is not None, "without one there is a reason"
         with state.plans.place() as is_free:
