@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hf_fastpath.decode.described import DescribedPart
-from hf_fastpath.decode.local_models import LocalPart
-from hf_fastpath.decode.offloaded import OffloadedPart
-from hf_fastpath.decode.shards import ShardedPart
-from hf_fastpath.decode.source import AnyLength, Biases, CachedAttention, Lengths, Origin, StepSource
+from hf_fastpath.decode.placed.local_models import LocalPart
+from hf_fastpath.decode.placed.offloaded import OffloadedPart
+from hf_fastpath.decode.placed.shards import ShardedPart
+from hf_fastpath.decode.sources.described import DescribedPart
+from hf_fastpath.decode.sources.step_source import AnyLength, Biases, CachedAttention, Lengths, Origin, StepSource
 from hf_fastpath.recording.by_length import ByLength
 from hf_fastpath.recording.family import Recorded
 from hf_fastpath.recording.layers import RecordedAttention

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.calls import agreed_reason
+from ..decode.loops.generate_calls import agreed_reason
 from ..native import huge_pages, loader
 from ..options import HEADS, MAX_BATCH, Options
 from ..progress import announced

@@ -27,16 +27,17 @@ from ..compat import (
     prefetch_waits,
     replaced_function,
 )
-from ..decode import composed, steps
-from ..decode.attend import Attention, has_tensor_cores
-from ..decode.attention_part import AttentionPart
-from ..decode.layer_part import LayerPart
-from ..decode.lower import Lower
-from ..decode.modules import apply_dropout, child
-from ..decode.named_calls import run
-from ..decode.parts import MLPPart, MoEPart
-from ..decode.positions import Positions
-from ..decode.structure import full_angles
+from ..decode.calls.named_calls import run
+from ..decode.lower import composed
+from ..decode.lower.attend import Attention, has_tensor_cores
+from ..decode.lower.positions import Positions
+from ..decode.lower.which_op import Lower
+from ..decode.model.attention_part import AttentionPart
+from ..decode.model.layer_part import LayerPart
+from ..decode.model.modules import apply_dropout, child
+from ..decode.model.parts import MLPPart, MoEPart
+from ..decode.model.structure import full_angles
+from ..decode.sources import steps
 from ..ops.kv_cache import KVCache
 from ..reasons import Cause
 from .module_patch import CAPTURED, KEY, ModulePatch, stock

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from ..compat import foreign_mode, is_known_code, is_sharded, layer_windows, name_of
-from ..decode.attention_part import AttentionPart
-from ..decode.layer_part import LayerPart
-from ..decode.modules import odd_tensor
-from ..decode.parts import FeedForwardPart, HeadPart, NormPart
-from ..decode.patched import Patched
-from ..decode.structure import DecoderPart
+from ..decode.loops.patched import Patched
+from ..decode.model.attention_part import AttentionPart
+from ..decode.model.layer_part import LayerPart
+from ..decode.model.modules import odd_tensor
+from ..decode.model.parts import FeedForwardPart, HeadPart, NormPart
+from ..decode.model.structure import DecoderPart
 from ..native import loader
 from ..reasons import Cause
 from ..registry import FLOAT_DTYPES

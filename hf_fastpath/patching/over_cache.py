@@ -11,10 +11,10 @@ import torch
 from ..cache.fastpath_cache import FastpathCache
 from ..cache.layer import FastpathLayer
 from ..compat import cache_of, is_continuous_batch, is_flash_attention, outputs_are_captured
-from ..decode.attend import has_tensor_cores, plain_mask
-from ..decode.attention_part import AttentionPart
-from ..decode.layer_part import LayerPart
-from ..decode.parts import MoEPart
+from ..decode.lower.attend import has_tensor_cores, plain_mask
+from ..decode.model.attention_part import AttentionPart
+from ..decode.model.layer_part import LayerPart
+from ..decode.model.parts import MoEPart
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause, class_name
 from .module_patch import CAPTURED, ModulePatch
@@ -110,7 +110,7 @@ def _one_token_or_what_ops_take(call: Call) -> Finding:
 
 def _takes_many(call: Call) -> bool:
     """Whether the ops take several tokens at once: as few rows as the ops of a token step take, or attention that
-    :mod:`..decode.attend` has a kernel for."""
+    :mod:`..decode.lower.attend` has a kernel for."""
     x, part = call.x, call.part
     if is_few(x):
         return True

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..decode.named_calls import Call
+from ..decode.calls.named_calls import Call
 from .recording import OwnPadding, Unrecordable, read_by, registers_in
 from .skeleton import Skeleton
 from .step import record

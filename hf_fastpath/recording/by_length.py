@@ -6,8 +6,8 @@ import copy
 import functools
 from typing import Any
 
-from ..decode.draft_plan import WIDTHS
-from ..decode.plan_cache import PlanCache
+from ..decode.plans.draft_plan import WIDTHS
+from ..decode.plans.plan_cache import PlanCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..reasons import Cause
 from .proof import reason_against

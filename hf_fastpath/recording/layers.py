@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..decode.named_calls import Call
+from ..decode.calls.named_calls import Call
 from . import marks
 from .recording import Recording, Unrecordable
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.named_calls import Register
+from ..decode.calls.named_calls import Register
 from .probing import MISFITS, agree, evaluate, seeded
 from .recorder import Recorder
 from .recording import Unrecordable, between_marks

@@ -11,10 +11,10 @@ import torch
 
 from .. import ops
 from ..choices import Activation, NormKind, Rotation
-from ..decode import composed, many_rows
-from ..decode.lower import Lower
-from ..decode.named_calls import Call, Register
-from ..decode.positions import Positions
+from ..decode.calls.named_calls import Call, Register
+from ..decode.lower import composed, many_rows
+from ..decode.lower.positions import Positions
+from ..decode.lower.which_op import Lower
 from ..ops.gemv import MAX_ROWS
 from ..ops.head_products import MAX_INPUTS
 from ..ops.kv_cache import KVCache

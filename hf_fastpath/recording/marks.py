@@ -12,8 +12,8 @@ from torch import nn
 
 from .. import compat, ops
 from ..choices import Activation, NormKind, Rotation, Scoring
-from ..decode.named_calls import Norm
-from ..decode.rank_calls import COLLECTIVES, own_embeddings
+from ..decode.calls.named_calls import Norm
+from ..decode.ranks.rank_calls import COLLECTIVES, own_embeddings
 from ..ops.choose_experts import reference as choose_experts
 
 

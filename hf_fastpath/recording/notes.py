@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..decode.named_calls import Call, Register, read_by
-from ..decode.rank_calls import shard_of
+from ..decode.calls.named_calls import Call, Register, read_by
+from ..decode.ranks.rank_calls import shard_of
 from . import marks
 from .latent import Expansion
 from .masks import POSITIONS

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.lower import Lower
-from ..decode.modules import model_code_reason, odd_module
-from ..decode.parts import HeadPart
-from ..decode.plan_cache import PlanCache
-from ..decode.program import Program
-from ..decode.source import StepInputs
-from ..decode.whole_model import WholeModel
+from ..decode.lower.which_op import Lower
+from ..decode.model.modules import model_code_reason, odd_module
+from ..decode.model.parts import HeadPart
+from ..decode.model.whole_model import WholeModel
+from ..decode.plans.plan_cache import PlanCache
+from ..decode.run.program import Program
+from ..decode.sources.step_source import StepInputs
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
 from ..options import MAX_BATCH

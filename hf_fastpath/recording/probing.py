@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..decode.named_calls import Call, Register, bound
+from ..decode.calls.named_calls import Call, Register, bound
 from . import marks
 from .recording import registers_in
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
-from ..decode.encoded import Encoded, Seen
-from ..decode.patched import paused
-from ..decode.plan_cache import PlanCache
+from ..decode.loops.patched import paused
+from ..decode.plans.encoded import Encoded, Seen
+from ..decode.plans.plan_cache import PlanCache
 from ..errors import RankError
 from ..reasons import Cause
 from .errors import OUT_OF_MEMORY

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..decode.named_calls import Call, Register
-from ..decode.rank_calls import shard_of, style_of
+from ..decode.calls.named_calls import Call, Register
+from ..decode.ranks.rank_calls import shard_of, style_of
 from . import marks
 from .latent import Expansion
 from .notes import Notes

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..decode.named_calls import Call, Register, bound, by_name, read_by, registers_in
-from ..decode.weight import Weight
+from ..decode.calls.named_calls import Call, Register, bound, by_name, read_by, registers_in
+from ..decode.model.weight import Weight
 from . import marks
 from .errors import Misspread as Misspread
 from .errors import OwnPadding as OwnPadding

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..decode.named_calls import Call, tensors_in
-from ..decode.weight import PlainWeight, Weight
+from ..decode.calls.named_calls import Call, tensors_in
+from ..decode.model.weight import PlainWeight, Weight
 from . import marks
 from .errors import StandInRead
 from .recording import Recording

@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import compat
-from ..decode.named_calls import Call, Norm, Register
+from ..decode.calls.named_calls import Call, Norm, Register
 from . import marks, modes
 from .errors import OUT_OF_MEMORY, LengthTaken
 from .first_uses import forget_lengths

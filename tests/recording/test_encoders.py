@@ -12,7 +12,7 @@ from parity import assert_same_tokens
 from transformers import BartForConditionalGeneration
 
 import hf_fastpath
-from hf_fastpath.decode.encoded import Seen
+from hf_fastpath.decode.plans.encoded import Seen
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.part import RecordedPart

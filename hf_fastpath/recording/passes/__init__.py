@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from ...decode.pass_table import PassTable, declare
+from ...decode.calls.pass_table import PassTable, declare
 from ..recording import Recording
 from ..stand_ins import StandIns
 from .fused import FUSED

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ...choices import NormKind
-from ...decode import composed
-from ...decode.named_calls import Call, HeadNorms, Register
+from ...decode.calls.named_calls import Call, HeadNorms, Register
+from ...decode.lower import composed
 from ...ops.rope_append import rotate
 from .. import marks
 from ..lowering import takes_product

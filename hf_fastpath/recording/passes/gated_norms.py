@@ -10,7 +10,7 @@ from torch import nn
 
 from ... import ops
 from ...choices import GateActivation
-from ...decode.named_calls import Call
+from ...decode.calls.named_calls import Call
 from .. import marks
 from ..probing import agree, evaluate, inner_only, seeded
 from ..recording import Recording, Span

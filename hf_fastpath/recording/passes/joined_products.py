@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
-from ...decode.rank_calls import gathered
+from ...decode.calls.named_calls import Call, Register
+from ...decode.ranks.rank_calls import gathered
 from ...ops.gather_ranks import MAX_PARTS
 from ...ops.joined_gemv import MAX_WEIGHTS
 from ...ops.peers import ELEMENTS

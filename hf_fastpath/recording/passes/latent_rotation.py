@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ...choices import Rotation
-from ...decode import composed
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
+from ...decode.lower import composed
 from .. import marks
 from ..probing import agree
 from ..recording import Recording

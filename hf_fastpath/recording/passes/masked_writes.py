@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from ..recording import Recording
 
 _aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...choices import Activation, NormKind
-from ...decode.named_calls import Call, Norm, Register
+from ...decode.calls.named_calls import Call, Norm, Register
 from .. import marks
 from ..probing import agree, evaluate, inner_only, seeded, structure
 from ..recording import Recording, Span

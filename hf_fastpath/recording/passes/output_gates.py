@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
-from ...decode.rank_calls import gathered
+from ...decode.calls.named_calls import Call, Register
+from ...decode.ranks.rank_calls import gathered
 from ...ops.fused_swiglu import GATES
 from ...registry import FLOAT_DTYPES
 from .. import marks

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded, wide
 from ..recording import Recording, read_by

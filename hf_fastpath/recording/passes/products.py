@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ...choices import Activation, NormKind
-from ...decode.named_calls import Call, Register
-from ...decode.rank_calls import COLLECTIVES, summed
+from ...decode.calls.named_calls import Call, Register
+from ...decode.ranks.rank_calls import COLLECTIVES, summed
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..lowering import takes_product

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from ...ops.head_products import MAX_INPUTS
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from .. import marks
 from ..recording import Recording, is_mutable, read_by
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...choices import Scoring
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from ...ops.choose_experts import MAX_EXPERTS, MAX_GROUPS
 from ...ops.choose_experts import reference as choose_experts
 from ...ops.fused_experts import MAX_TOP_K

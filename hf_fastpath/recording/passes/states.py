@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ... import ops
-from ...decode.named_calls import Call
+from ...decode.calls.named_calls import Call
 from ...ops.short_convolution import ACTIVATIONS
 from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded
