@@ -30,7 +30,7 @@ from hf_fastpath.patching.state import patched_model, state_of
 from hf_fastpath.recording import lowering, marks
 from hf_fastpath.recording.part import RecordedPart
 from hf_fastpath.recording.passes.attention import positional
-from hf_fastpath.recording.recording import Recording, read_by
+from hf_fastpath.recording.recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
 

@@ -41,7 +41,7 @@ from ..decode.sources import steps
 from ..ops.kv_cache import KVCache
 from ..reasons import Cause
 from .module_patch import CAPTURED, KEY, ModulePatch, stock
-from .over_cache import ByDesign, Call, is_few
+from .over_cache import ByDesign, ForwardCall, is_few
 
 
 def _at_once(x: torch.Tensor, attention: Attention | None = None) -> Lower:
@@ -138,7 +138,7 @@ def _over_cache(
         What the fused ops need; a reason code if the call is such a one and stock code has to run all the same; None
         for every other call (prompts without a past, no cache), which runs stock code by design.
     """
-    call = Call(patch, part, x, args, kwargs)
+    call = ForwardCall(patch, part, x, args, kwargs)
     if (found := call.finding()) is not None:
         return None if isinstance(found, ByDesign) else found
     cache, index, layer, named, starts = call.cache, call.index, call.layer, call.named, call.starts

@@ -21,7 +21,7 @@ from ..registry import FLOAT_DTYPES
 from .families import OF_FILES
 from .plan import PatchPlan
 
-Part = NormPart | FeedForwardPart | AttentionPart | LayerPart | HeadPart | DecoderPart
+PatchedPart = NormPart | FeedForwardPart | AttentionPart | LayerPart | HeadPart | DecoderPart
 #: where a patched module keeps its ModulePatch
 KEY = "_hf_fastpath_module"
 
@@ -37,7 +37,7 @@ class ModulePatch:
     """What a patched module knows: the model's state, its part, and the names of its stock forward's arguments."""
 
     state: Patched
-    part: Part
+    part: PatchedPart
     argument_names: tuple[str, ...]
 
     def reason_now(self, x: torch.Tensor) -> str | None:

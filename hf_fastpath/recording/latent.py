@@ -9,7 +9,7 @@ import torch
 from ..decode.calls.named_calls import Call, Register
 from . import marks
 from .probing import agree, evaluate, seeded, structure
-from .recording import Unrecordable
+from .recorded_step import Unrecordable
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import nn
 from .. import compat
 from ..decode.calls.named_calls import Register
 from .probing import MISFITS, agree, evaluate, seeded
+from .recorded_step import Unrecordable, between_marks
 from .recorder import Recorder
-from .recording import Unrecordable, between_marks
 
 #: rows of scores whose choices are looked at
 _ROWS = 64

@@ -21,7 +21,7 @@ from ..ops.kv_cache import KVCache
 from ..ops.latent_attention import MAX_RANK, MAX_ROPE_DIM
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import marks
-from .recording import Recording, Unrecordable, registers_in
+from .recorded_step import Recording, Unrecordable, registers_in
 from .stand_ins import StandIns
 
 _aten = torch.ops.aten

@@ -228,7 +228,7 @@ def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, s
 
     ``sources`` are queries, keys and values, [batch, query_len, features] or [batch, query_len, heads, head_dim] each,
     or one tensor [batch, query_len, features] with all of them; if ``grouped``, that tensor is ordered by KV head.
-    ``pairs`` says which elements turn together, see ``architecture.Attention``. Turned queries are multiplied by
+    ``pairs`` says which elements turn together, see ``architecture.AttentionSpec``. Turned queries are multiplied by
     ``factor``, a number for each new token.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")

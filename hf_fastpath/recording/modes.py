@@ -19,8 +19,8 @@ from ..decode.calls.named_calls import Register, by_name
 from ..decode.model.modules import is_packed
 from ..linears.packed_linear import PackedLinear
 from . import marks
+from .recorded_step import Span, Unrecordable
 from .recorder import Recorder
-from .recording import Span, Unrecordable
 from .text_lengths import computed
 
 _aten = torch.ops.aten

@@ -16,7 +16,7 @@ from . import marks
 from .latent import Expansion
 from .masks import POSITIONS
 from .overloads import functional_overload
-from .recording import EncodedLayer, Span, Unrecordable, behind
+from .recorded_step import EncodedLayer, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
 from .text_lengths import Lengths, follows_length
 

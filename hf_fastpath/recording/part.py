@@ -31,7 +31,7 @@ from .looked_at import LookedAt
 from .lowering import Lowering
 from .position_tables import PositionTable, position_tables
 from .proof import reason_against
-from .recording import BiasTable, Recording, Unrecordable
+from .recorded_step import BiasTable, Recording, Unrecordable
 from .step import why_other_in_training
 from .tensors import modules_reason, sizes_reason, tensors_reason
 from .whole_step import whole_step

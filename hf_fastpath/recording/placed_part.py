@@ -26,7 +26,7 @@ from .family import Recorded
 from .local_part import LocalRecordedPart
 from .lowering import Lowering
 from .part import RecordedPart
-from .recording import Recording, Unrecordable, is_mutable
+from .recorded_step import Recording, Unrecordable, is_mutable
 from .stand_ins import StandIns
 
 #: a parameter of at most so many bytes (norms, biases) may be copied to another device when ``generate()`` begins

@@ -11,7 +11,7 @@ import torch
 
 from ..decode.calls.named_calls import Call, Register, bound
 from . import marks
-from .recording import registers_in
+from .recorded_step import registers_in
 
 _WIDE = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),

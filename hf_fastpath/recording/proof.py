@@ -20,7 +20,7 @@ from ..decode.plans.plan_cache import PlanCache
 from ..errors import RankError
 from ..reasons import Cause
 from .errors import OUT_OF_MEMORY
-from .recording import Unrecordable
+from .recorded_step import Unrecordable
 
 #: tokens of the prompt, or more where a step is of longer texts, and steps after it
 _PROMPT, _STEPS = 8, 3

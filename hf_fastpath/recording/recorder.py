@@ -17,7 +17,7 @@ from .latent import Expansion
 from .notes import Notes
 from .overloads import COPIES
 from .probing import evaluate
-from .recording import Misspread, OwnPadding, Unrecordable, behind
+from .recorded_step import Misspread, OwnPadding, Unrecordable, behind
 
 _aten = torch.ops.aten
 

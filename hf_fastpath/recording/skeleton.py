@@ -21,7 +21,7 @@ from ..decode.state.watch import Watch
 from ..ops.decode_attention import MAX_QUERY_LEN
 from .first_uses import FirstUses
 from .noted_code import NotedCode
-from .recording import Unrecordable
+from .recorded_step import Unrecordable
 from .text_lengths import new_env
 
 #: tokens that the recorded step's cache says it holds, unless the model knows fewer positions

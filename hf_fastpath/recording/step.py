@@ -23,8 +23,8 @@ from .lines import where
 from .listed_experts import listed_experts
 from .masks import ENCODED_PLACES, is_known, sees_all, window_of
 from .noted_code import NotedCode
+from .recorded_step import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
 from .recorder import Recorder, recorder
-from .recording import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
 from .rehearsal import cache_with_states, rehearse
 from .skeleton import Skeleton
 from .spread import spread_modules
@@ -288,7 +288,7 @@ def _read_layers(calls: list[Call], kinds: list[compat.LayerKind]) -> int:
 
 
 def _linears_by_input(noting: Recorder) -> list[list[str]]:
-    """Return what :attr:`.recording.Recording.linears` is."""
+    """Return what :attr:`.recorded_step.Recording.linears` is."""
     model = noting.skeleton.model
     experts = {id(call.arguments["module"]) for call in noting.calls if call.op is marks.other_experts}
     experts |= set(map(id, compat.modules_with_experts(model)))
@@ -305,7 +305,7 @@ def _linears_by_input(noting: Recorder) -> list[list[str]]:
 
 
 def _readers(noting: Recorder) -> list[str]:
-    """Return what :attr:`.recording.Recording.readers` is."""
+    """Return what :attr:`.recorded_step.Recording.readers` is."""
 
     def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from module.parameters(recurse=False)

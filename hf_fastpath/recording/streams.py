@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .. import compat
+from .recorded_step import Unrecordable
 from .recorder import Recorder
-from .recording import Unrecordable
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .errors import StandInRead
 from .passes import passed
-from .recording import Recording
+from .recorded_step import Recording
 from .skeleton import Skeleton
 from .step import record
 

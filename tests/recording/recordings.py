@@ -20,7 +20,7 @@ from hf_fastpath.decode.calls.pass_table import Pass
 from hf_fastpath.decode.ranks.rank_calls import gathered
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.probing import evaluate
-from hf_fastpath.recording.recording import Recording, registers_in
+from hf_fastpath.recording.recorded_step import Recording, registers_in
 from hf_fastpath.recording.skeleton import Skeleton
 from hf_fastpath.recording.stand_ins import StandIns
 from hf_fastpath.recording.step import record

@@ -23,7 +23,7 @@ from hf_fastpath.decode.run import passes as of_steps
 from hf_fastpath.patching import passed_twins
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording.passes import PASSES
-from hf_fastpath.recording.recording import Recording
+from hf_fastpath.recording.recorded_step import Recording
 from hf_fastpath.recording.skeleton import Skeleton
 from hf_fastpath.recording.step import record
 

@@ -26,7 +26,7 @@ from .counted import by_stock
 from .drafts import Draft, PlanDrafts, StockDrafts
 from .eligibility import step_aside_reason, why_no_drafts
 from .generate_calls import (
-    Watch,
+    CallWatch,
     agreed_reason,
     alike,
     end_tokens,
@@ -88,7 +88,7 @@ def decode(
         with state.plans.place() as is_free:
             if is_free:
                 objects = logits_processor, stopping_criteria, generation_config, streamer, generator
-                call = _Call(state, model, input_ids, *objects)
+                call = _AssistedLoop(state, model, input_ids, *objects)
                 with settling(model_kwargs[compat.CACHE], part), alike(ranks, call, model_kwargs, False):
                     return call.generate(part, model_kwargs, assistant_model)
         reason = "busy"
@@ -111,7 +111,7 @@ def _why_not_drafts(input_ids: torch.Tensor, criteria: Any, assistant_tokenizer:
     return "no max_length" if criteria.max_length is None else "another way to draft"
 
 
-class _Call:
+class _AssistedLoop:
     """One call of generate() that decodes with drafts, by greedy search or by sampling."""
 
     def __init__(self, state, model, input_ids, processors, stopping_criteria, config, streamer, generator):
@@ -153,7 +153,7 @@ class _Call:
         drafts, watch = self._drafts(assistant, positions, starts), None
         reader: DraftReader | StockReader | None = None
         if self.runs_users_code or (isinstance(drafts, StockDrafts) and assistant is not None):  # it may have hooks
-            watch = Watch(self.state, part)
+            watch = CallWatch(self.state, part)
         now: StepSource | None = part  # None if stock code has to go on
         try:
             draft = self._propose(drafts) if self.begins_with_draft else None

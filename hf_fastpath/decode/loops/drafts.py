@@ -14,7 +14,7 @@ from ..plans.draft_plan import DraftPlan
 from ..plans.plan_by_length import AnyPlan
 from ..sources.described import DescribedPart
 from . import prompt
-from .generate_calls import Watch
+from .generate_calls import CallWatch
 from .patched import Patched
 
 
@@ -112,7 +112,7 @@ class PlanDrafts:
         goes_on: bool,
     ):
         self._generator, self._state, self._part, self._cache = generator, state, part, cache
-        self._watch = Watch(state, part)
+        self._watch = CallWatch(state, part)
         self._given, self._ends, self._limit = given, ends, limit
         self._goes_on, self._prompt_len = goes_on, given.tokens.shape[1]
         self._plan: AnyPlan | None = None

@@ -108,7 +108,7 @@ def alike(ranks: Ranks | None, call: Any, model_kwargs: dict, chooses: bool) -> 
         yield found
 
 
-class Watch:
+class CallWatch:
     """A watch on a model in a call that runs code of the user's between its tokens.
 
     What that code does to the model takes effect with the next token.

@@ -27,7 +27,7 @@ from . import prompt
 from .counted import by_stock
 from .eligibility import asked_method, step_aside_reason
 from .generate_calls import (
-    Watch,
+    CallWatch,
     agreed_reason,
     alike,
     end_tokens,
@@ -176,7 +176,7 @@ class _Loop:
         plan: AnyPlan | None = None
         plan_chooses = self.plan_chooses()
         sampled = plan_chooses and self.config.do_sample
-        watch = Watch(self.state, part) if self.runs_users_code else None
+        watch = CallWatch(self.state, part) if self.runs_users_code else None
         now: StepSource | None = part  # the model as it is now; None if stock code has to go on
         try:
             while True:

@@ -15,7 +15,7 @@ from ..plans.encoded import Encoded
 from ..plans.plan_by_length import AnyPlan
 from ..sources.step_source import StepSource
 from .eligibility import INDEX_DTYPES, is_left_padding, text_of
-from .generate_calls import Watch, next_positions_of, runs_users_code, settling
+from .generate_calls import CallWatch, next_positions_of, runs_users_code, settling
 from .multimodal import Behind
 from .patched import Patched
 
@@ -66,7 +66,7 @@ class StandIn:
         self._positions, self._seen = next_positions_of(behind, text, loop["generation_config"], kwargs), behind.seen
         self._plan: AnyPlan | None = None
         watched = runs_users_code(loop["logits_processor"], loop["stopping_criteria"], loop.get("streamer"))
-        self._watch = Watch(state, part) if watched or asked is not None else None
+        self._watch = CallWatch(state, part) if watched or asked is not None else None
         self._begun = 0.0
         self._held: int | None = None  # positions of the prompt, once it was read
         self._steps = 0  # forwards behind that of the prompt

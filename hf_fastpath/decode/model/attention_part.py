@@ -40,7 +40,7 @@ class AttentionPart(Part):
     window: int | None
 
     @property
-    def spec(self) -> arch.Attention:
+    def spec(self) -> arch.AttentionSpec:
         return self.architecture.attention
 
     def projections(self) -> list[nn.Module]:

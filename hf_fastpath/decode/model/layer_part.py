@@ -26,7 +26,7 @@ class LayerPart(Part):
     window: int | None
 
     @property
-    def spec(self) -> arch.Layer:
+    def spec(self) -> arch.LayerSpec:
         return self.architecture.layer
 
     def _norm(self, names: str | tuple[str, ...] | None) -> NormPart | None:

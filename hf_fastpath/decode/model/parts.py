@@ -112,7 +112,7 @@ class MLPPart(Part):
     """A plain or gated MLP."""
 
     @property
-    def spec(self) -> arch.MLP:
+    def spec(self) -> arch.MLPSpec:
         spec = self.architecture.dense_mlp
         assert spec is not None
         return spec
@@ -186,7 +186,7 @@ class MoEPart(Part):
     """A mixture of experts."""
 
     @property
-    def spec(self) -> arch.MoE:
+    def spec(self) -> arch.MoESpec:
         spec = self.architecture.moe
         assert spec is not None
         return spec

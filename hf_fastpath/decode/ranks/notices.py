@@ -28,7 +28,7 @@ START_ANEW = "Look for the first error of all ranks, end all processes and start
 _of_groups: weakref.WeakKeyDictionary[Any, Notices] = weakref.WeakKeyDictionary()
 
 
-class _Call(NamedTuple):
+class _CallOfRanks(NamedTuple):
     """A call that this rank is in; all ranks number their calls alike."""
 
     number: int
@@ -68,7 +68,7 @@ class Notices:
         self._waiting: RankError | None = None
         self._written, self._deleted, self._calls = 0, 0, 0
         self._read = [0] * size
-        self._active: list[_Call] = []
+        self._active: list[_CallOfRanks] = []
         self._lock = threading.RLock()
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Notices:
             )
         try:
             self._calls += 1
-            self._active.append(_Call(self._calls, what))
+            self._active.append(_CallOfRanks(self._calls, what))
             try:
                 yield
             except BaseException as error:
@@ -226,7 +226,7 @@ class Notices:
             f"ranks or on none: see the error of rank {rank}"
         )
 
-    def _waited(self, rank: int, call: _Call, kind: str) -> RankError:
+    def _waited(self, rank: int, call: _CallOfRanks, kind: str) -> RankError:
         why = (
             f"rank {rank} has not come to {call.what} (its {kind}) in time, while {self} waited. Call it on all ranks, "
             "in the same order and at about the same time"

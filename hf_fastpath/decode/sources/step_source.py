@@ -85,7 +85,7 @@ class Biases(Protocol):
         """Write the table there."""
 
 
-class Lengths(Protocol):
+class ServedLengths(Protocol):
     """For which lengths of the text a source's steps are the model's, and the sources for other lengths."""
 
     def is_bounded(self, batch: int) -> bool:
@@ -272,7 +272,7 @@ class StepSource(Protocol):
         """How many rows of a sequence products of a token's step are given at most."""
 
     @property
-    def by_length(self) -> Lengths:
+    def by_length(self) -> ServedLengths:
         """For which lengths of the text its steps are the model's."""
 
     def length_bounds(self, end: int) -> list[int]:

@@ -17,7 +17,7 @@ from ...ops.rope_append import rotate
 from .. import marks
 from ..lowering import takes_product
 from ..probing import agree, structure
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 from .regions import Memory
 from .showing import alike, shown
 

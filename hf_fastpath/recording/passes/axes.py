@@ -13,7 +13,7 @@ from torch import nn
 
 from ...decode.calls.named_calls import Call, Register
 from .. import marks
-from ..recording import Recording
+from ..recorded_step import Recording
 from .regions import Memory
 
 _aten = torch.ops.aten

@@ -16,7 +16,7 @@ from ...ops.fused_experts import reference as fused_experts
 from ...registry import PLAIN_TENSORS
 from .. import marks
 from ..probing import MISFITS, seeded
-from ..recording import Recording, Unrecordable
+from ..recorded_step import Recording, Unrecordable
 
 _aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from torch import nn
 from ...decode.calls.named_calls import Call, HeadNorms, Register
 from ...registry import PLAIN_TENSORS
 from .. import marks
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from ...ops.joined_gemv import MAX_WEIGHTS
 from ...ops.peers import ELEMENTS
 from .. import marks
 from ..lowering import takes_product
-from ..recording import Recording
+from ..recorded_step import Recording
 from .products import is_bare
 
 _aten = torch.ops.aten

@@ -12,7 +12,7 @@ from ...decode.calls.named_calls import Call, Register
 from ...decode.lower import composed
 from .. import marks
 from ..probing import agree
-from ..recording import Recording
+from ..recorded_step import Recording
 from .attention import angle_formulas, emit_angles, fronts
 from .showing import alike, shown
 

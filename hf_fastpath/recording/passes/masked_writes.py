@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...decode.calls.named_calls import Call, Register
-from ..recording import Recording
+from ..recorded_step import Recording
 
 _aten = torch.ops.aten
 

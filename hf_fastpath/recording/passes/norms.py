@@ -12,7 +12,7 @@ from ...choices import NormKind
 from ...decode.calls.named_calls import Call, Register
 from ...registry import FLOAT_DTYPES
 from .. import marks
-from ..recording import Recording
+from ..recorded_step import Recording
 
 _aten = torch.ops.aten
 

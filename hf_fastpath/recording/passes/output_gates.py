@@ -14,7 +14,7 @@ from ...ops.fused_swiglu import GATES
 from ...registry import FLOAT_DTYPES
 from .. import marks
 from ..lowering import takes_product
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 from .products import is_bare
 from .views import RESHAPES
 

@@ -15,7 +15,7 @@ from torch import nn
 from ...decode.calls.named_calls import Call, Register
 from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded, wide
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
 

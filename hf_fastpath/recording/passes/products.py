@@ -16,7 +16,7 @@ from ...decode.ranks.rank_calls import COLLECTIVES, summed
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..lowering import takes_product
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from ...decode.calls.named_calls import Call, Register
 from ...ops.head_products import MAX_INPUTS
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
-from ..recording import Recording
+from ..recorded_step import Recording
 
 _aten = torch.ops.aten
 

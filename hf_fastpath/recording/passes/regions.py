@@ -12,7 +12,7 @@ import torch
 
 from ...decode.calls.named_calls import Call, Register
 from .. import marks
-from ..recording import Recording, is_mutable, read_by
+from ..recorded_step import Recording, is_mutable, read_by
 
 _aten = torch.ops.aten
 

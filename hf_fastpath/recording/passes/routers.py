@@ -18,7 +18,7 @@ from ...ops.fused_experts import MAX_TOP_K
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..probing import MISFITS, agree, evaluate
-from ..recording import Recording, between_marks, read_by
+from ..recorded_step import Recording, between_marks, read_by
 from .attention import structure_of
 from .products import is_bare
 

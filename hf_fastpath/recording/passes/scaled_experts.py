@@ -14,7 +14,7 @@ from ...ops.fused_swiglu import GATES
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...decode.calls.named_calls import Register
 from ..probing import MISFITS, evaluate, seeded
-from ..recording import Recording
+from ..recorded_step import Recording
 from ..skeleton import past_tokens
 from .lengths import at_position
 

@@ -16,7 +16,7 @@ from ...decode.calls.named_calls import Call
 from ...ops.short_convolution import ACTIVATIONS
 from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded
-from ..recording import Recording, is_effect
+from ..recorded_step import Recording, is_effect
 from .attention import structure_of
 from .regions import Borders, Region
 
