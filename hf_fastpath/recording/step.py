@@ -19,8 +19,8 @@ from ..decode.calls.named_calls import Call, Norm, Register
 from . import marks, modes
 from .errors import OUT_OF_MEMORY, LengthTaken
 from .first_uses import forget_lengths
+from .kinds import other_forwards
 from .lines import where
-from .listed_experts import listed_experts
 from .masks import ENCODED_PLACES, is_known, sees_all, window_of
 from .noted_code import NotedCode
 from .recorded_step import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
@@ -28,7 +28,6 @@ from .recorder import Recorder, recorder
 from .rehearsal import cache_with_states, rehearse
 from .skeleton import Skeleton
 from .spread import spread_modules
-from .streams import attention_of_streams
 from .text_lengths import Served, functions_of_lengths, known, of_known_size
 
 
@@ -166,8 +165,7 @@ def _record(noting: Recorder, batch: int, query_len: int, arguments: dict[str, A
         _without_logs(),
         functions_of_lengths(),
         skeleton.mode,
-        listed_experts(noting),
-        attention_of_streams(noting),
+        other_forwards(noting),
     ):
         whole: Any = cache
         if has_encoder:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .. import compat
-from .recorded_step import Unrecordable
-from .recorder import Recorder
+from ... import compat
+from ..recorded_step import Unrecordable
+from ..recorder import Recorder
 
 
 @contextmanager

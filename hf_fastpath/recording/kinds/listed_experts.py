@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import compat
-from ..decode.calls.named_calls import Register
-from .probing import MISFITS, agree, evaluate, seeded
-from .recorded_step import Unrecordable, between_marks
-from .recorder import Recorder
+from ... import compat
+from ...decode.calls.named_calls import Register
+from ..probing import MISFITS, agree, evaluate, seeded
+from ..recorded_step import Unrecordable, between_marks
+from ..recorder import Recorder
 
 #: rows of scores whose choices are looked at
 _ROWS = 64
