@@ -52,9 +52,14 @@ class _Layer:
         """Whether the layer is norm, attention, norm and MLP in turn on ``x``, each block added to its input."""
         qkv, attention, out, up, _ = (call.out for call in self.calls)
         taken = [
-            (self.qkv["x"], x), (self.attention["q"], qkv), (self.out["x"], attention), (self.out["residual"], x),
-            (self.up["x"], out), (self.down["x"], up), (self.down["residual"], out),
-        ]  # fmt: skip
+            (self.qkv["x"], x),
+            (self.attention["q"], qkv),
+            (self.out["x"], attention),
+            (self.out["residual"], x),
+            (self.up["x"], out),
+            (self.down["x"], up),
+            (self.down["residual"], out),
+        ]
         plain = [self.out["norm"], self.down["norm"], self.attention["sinks"], self.up.get("residual")]
         plain += [self.cache.k_scales, self.cache.block_table, self.qkv.get("head_norms")]
         plain += [self.attention.get("slopes"), self.attention.get("biases")]

@@ -54,11 +54,16 @@ def _over_text(
     own = torch.cat((torch.full_like(own[:, :1], -torch.inf), own[:, 1:]), 1)
     others = torch.cat((torch.zeros_like(v[:, :1]), v[:, 1:]), 1)
     out, _ = recorder.attend(
-        module, _as_heads(q), keys, values, None, scaling=1.0,
+        module,
+        _as_heads(q),
+        keys,
+        values,
+        None,
+        scaling=1.0,
         row_biases=torch.cat(biases, 1).permute(0, 3, 1, 2).flatten(1, 2).float(),
         other=others.transpose(1, 2).flatten(1).unsqueeze(1),
         other_lse=own.transpose(1, 2).flatten(1).unsqueeze(1).float(),
-    )  # fmt: skip
+    )
     return module.out_proj(_as_streams(out, heads)), None, None
 
 

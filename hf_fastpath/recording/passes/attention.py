@@ -75,9 +75,15 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         arguments |= {name: attend.arguments.get(name) for name in ("slopes", "bias", "encoded")}
         q, k = recording.fact(attend.arguments["q"]), recording.fact(append.arguments["k"])
         arguments |= dict(
-            sources=list(sources), grouped=layout == "grouped", cos=turned[0], sin=turned[1], pairs=pairs,
-            num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3],
-        )  # fmt: skip
+            sources=list(sources),
+            grouped=layout == "grouped",
+            cos=turned[0],
+            sin=turned[1],
+            pairs=pairs,
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[3],
+        )
         if factor is not None:
             arguments["factor"] = tables[factor]
         if eps is not None:
