@@ -3,6 +3,9 @@ CUDA graph captures them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -206,3 +209,43 @@ def latent_attention(
 
 #: what reads or writes a cache where it is bound
 READING_BUFFERS = frozenset({append_states, latent_attention})
+
+
+def scaled_queries(queries: torch.Tensor, factor: torch.Tensor, query_len: int) -> torch.Tensor:
+    """Return queries [batch, query_len, heads, head_dim] times a number for each new token, in the queries' dtype."""
+    return (queries * factor.reshape(-1, query_len, 1, 1)).to(queries.dtype)
+
+
+def chunk_starts(seq_lens: torch.Tensor, starts: torch.Tensor, size: int) -> torch.Tensor:
+    """Return int32 [batch], where the windows of ``size`` positions begin that the newest tokens are in."""
+    return starts + (seq_lens - 1 - starts) // size * size
+
+
+def run_angles(
+    tables: Any, formula: Callable[..., Sequence[torch.Tensor]], dtype: torch.dtype, pairs: str, shape: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return cos and sin in the model's dtype, [batch, query_len, rotary_dim]."""
+    return [each.reshape(*shape, each.shape[-1]).to(dtype) for each in formula(tables, pairs)]
+
+
+def run_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    activation: Activation,
+    residual: torch.Tensor | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    concatenated: bool = False,
+    first_expert: int = 0,
+) -> torch.Tensor:
+    """Run ``ops.fused_experts`` with the experts that the model's own code has chosen; see
+    ``recording.marks.experts``."""
+    settings = (activation, False, gate_up_bias, down_bias, transposed, alpha, limit, concatenated)
+    stacks = gate_up_weight, down_weight
+    return fused_experts.overload(x, ids.long() - first_expert, weights.float(), *stacks, residual, *settings)
