@@ -36,7 +36,7 @@ from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.engines import LLAMA_CPP, LlamaBench, NoSuchEngine, copied_cache, engine, random_cache
 from hf_fastpath.bench.measure import DTYPES, Spread
 from hf_fastpath.compat import CACHE, layer_kinds
-from hf_fastpath.decode.draft_plan import WIDTHS
+from hf_fastpath.decode.plans.draft_plan import WIDTHS
 from hf_fastpath.native import loader
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.progress import announced

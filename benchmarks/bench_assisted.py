@@ -28,7 +28,7 @@ from hf_fastpath import arguments
 from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES, Spread
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode.draft_plan import WIDTHS, DraftPlan
+from hf_fastpath.decode.plans.draft_plan import WIDTHS, DraftPlan
 
 ENGINES = ("stock", "ours")
 WARM_TOKENS = 16

@@ -25,7 +25,7 @@ import hf_fastpath
 from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.measure import DTYPES
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import page_lock
+from hf_fastpath.decode.placed import page_lock
 
 NEW, STOCK_NEW, ROUNDS = 128, 16, 5
 #: bytes that are copied to measure the bus

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hf_fastpath import ops
 from hf_fastpath.bench import measure
-from hf_fastpath.decode.ranks import SLOTS, Ranks
+from hf_fastpath.decode.ranks.process_group import SLOTS, Ranks
 from hf_fastpath.native import loader
 
 CALLS, ROUNDS = 96, 30

@@ -28,7 +28,7 @@ from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.measure import DTYPE_NAMES, DTYPES
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode.plan import DecodePlan
+from hf_fastpath.decode.plans.decode_plan import DecodePlan
 from hf_fastpath.native import loader
 from hf_fastpath.quantization import FORMATS
 

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from hf_fastpath import traffic
 from hf_fastpath.architecture import Architecture, architectures
 from hf_fastpath.bench import shapes
-from hf_fastpath.decode import passes as of_steps
-from hf_fastpath.decode.described import model_part
-from hf_fastpath.decode.pass_table import PassTable
+from hf_fastpath.decode.calls.pass_table import PassTable
+from hf_fastpath.decode.run import passes as of_steps
+from hf_fastpath.decode.sources.described import model_part
 from hf_fastpath.quantization import FORMATS, quantize
 from hf_fastpath.reasons import REASONS
 from hf_fastpath.recording.passes import PASSES as OF_RECORDINGS

@@ -276,7 +276,7 @@ def over_gpus() -> str:
         counts = (gpus, PREDICTED_GPUS) if gpus == PREDICTED_GPUS // 2 and context == 128 else (gpus,)
         for count in counts:
             sums = 2 * layers + 2  # two a layer, the embedding's, and the head's gather
-            seconds = several_gpus.Spread(count, 1.0, sums).seconds(read / count, bandwidth, layers)
+            seconds = several_gpus.TensorParallel(count, 1.0, sums).seconds(read / count, bandwidth, layers)
             stock = _digits(float(row["stock_tok_s"])) if row["stock_tok_s"] else ""
             measured = (stock, f"**{_digits(speed)}**", row["percent_of_nr"]) if count == gpus else ("", "", "")
             card = row["device"].removesuffix(" 80GB HBM3").removeprefix("NVIDIA ")

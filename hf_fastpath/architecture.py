@@ -20,7 +20,7 @@ PARTS = ("norm", "mlp", "attention", "layer")
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormSpec:
     """A norm module.
 
     Attributes:
@@ -42,7 +42,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSpec:
     """An attention module.
 
     Attributes:
@@ -92,7 +92,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class MLP:
+class MLPSpec:
     """A feed-forward module.
 
     Attributes:
@@ -113,7 +113,7 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class MoE:
+class MoESpec:
     """A mixture of experts: for each token a router chooses the gated MLPs that the token goes through.
 
     Attributes:
@@ -151,11 +151,11 @@ class MoE:
     rounded: bool = False
     jitter: str | None = None
     returns_weights: bool = False
-    dense: MLP | None = None
+    dense: MLPSpec | None = None
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSpec:
     """A decoder layer: ``x += attention(norm(x)); x += mlp(norm(x))``, or a variation that the last fields declare.
 
     Attributes:
@@ -231,10 +231,10 @@ class Architecture:
     embedding: str
     layers: str
     final_norm: str
-    norm: Norm
-    attention: Attention
-    mlp: MLP | MoE
-    layer: Layer
+    norm: NormSpec
+    attention: AttentionSpec
+    mlp: MLPSpec | MoESpec
+    layer: LayerSpec
     head: str = "lm_head"
     rotary: str | None = None
     half_angles: bool = False
@@ -277,14 +277,14 @@ class Architecture:
             raise ValueError(f"architecture {self.name!r}: give either rotary or position_embedding")
 
     @property
-    def moe(self) -> MoE | None:
+    def moe(self) -> MoESpec | None:
         """The mixture of experts, or None if the architecture has none."""
-        return self.mlp if isinstance(self.mlp, MoE) else None
+        return self.mlp if isinstance(self.mlp, MoESpec) else None
 
     @property
-    def dense_mlp(self) -> MLP | None:
+    def dense_mlp(self) -> MLPSpec | None:
         """The MLP that is no mixture of experts, or None if the architecture has none."""
-        return self.mlp if isinstance(self.mlp, MLP) else self.mlp.dense
+        return self.mlp if isinstance(self.mlp, MLPSpec) else self.mlp.dense
 
     def check_classes(self) -> None:
         """Raise if the installed transformers lacks a class. ``patch()`` calls it once the architecture is known.

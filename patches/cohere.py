@@ -1,7 +1,7 @@
 """Cohere's Command R: layer norm without bias, attention beside a gated SiLU MLP, rotary positions of neighboring
 elements, a factor on the logits."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="cohere",
@@ -13,16 +13,16 @@ ARCHITECTURE = Architecture(
     layers="layers",
     final_norm="norm",
     logits_multiplier="logit_scale",
-    norm=Norm("CohereLayerNorm", kind="layer", eps="variance_epsilon"),
-    attention=Attention(
+    norm=NormSpec("CohereLayerNorm", kind="layer", eps="variance_epsilon"),
+    attention=AttentionSpec(
         "CohereAttention",
         qkv=("q_proj", "k_proj", "v_proj"),
         out="o_proj",
         refuse=("use_qk_norm",),
         pairs="neighbors",
     ),
-    mlp=MLP("CohereMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    mlp=MLPSpec("CohereMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "CohereDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

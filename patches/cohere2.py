@@ -1,6 +1,6 @@
 """Cohere's Command R7B and Command A: like Cohere, and the layers that rotate have windows."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="cohere2",
@@ -12,16 +12,16 @@ ARCHITECTURE = Architecture(
     layers="layers",
     final_norm="norm",
     logits_multiplier="logit_scale",
-    norm=Norm("Cohere2LayerNorm", kind="layer", eps="variance_epsilon"),
-    attention=Attention(
+    norm=NormSpec("Cohere2LayerNorm", kind="layer", eps="variance_epsilon"),
+    attention=AttentionSpec(
         "Cohere2Attention",
         qkv=("q_proj", "k_proj", "v_proj"),
         out="o_proj",
         rotates="sliding_window",
         pairs="neighbors",
     ),
-    mlp=MLP("Cohere2MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    mlp=MLPSpec("Cohere2MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "Cohere2DecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

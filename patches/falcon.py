@@ -1,7 +1,7 @@
 """Falcon: one layer norm for attention and one for a plain MLP beside it, or one for both; fused q/k/v, by head or with
 one key and value; rotary positions."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="falcon",
@@ -13,8 +13,8 @@ ARCHITECTURE = Architecture(
     layers="h",
     final_norm="ln_f",
     linear="FalconLinear",
-    norm=Norm("LayerNorm", kind="layer", eps="eps"),
-    attention=Attention(
+    norm=NormSpec("LayerNorm", kind="layer", eps="eps"),
+    attention=AttentionSpec(
         "FalconAttention",
         qkv=("query_key_value",),
         by_kv_head=True,
@@ -24,8 +24,8 @@ ARCHITECTURE = Architecture(
         refuse=("config.alibi",),
         cache="layer_past",
     ),
-    mlp=MLP("FalconMLP", activation="act", up="dense_h_to_4h", down="dense_4h_to_h"),
-    layer=Layer(
+    mlp=MLPSpec("FalconMLP", activation="act", up="dense_h_to_4h", down="dense_4h_to_h"),
+    layer=LayerSpec(
         "FalconDecoderLayer",
         attention_norm=("ln_attn", "input_layernorm"),
         attention="self_attention",

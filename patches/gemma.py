@@ -1,6 +1,6 @@
 """Gemma: RMS norm with 1 + weight, scaled embeddings, separate q/k/v, rotary positions, gated GELU MLP."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="gemma",
@@ -12,10 +12,10 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("GemmaRMSNorm", kind="rms", eps="eps", unit_offset=True),
-    attention=Attention("GemmaAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", require=("is_causal",)),
-    mlp=MLP("GemmaMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    norm=NormSpec("GemmaRMSNorm", kind="rms", eps="eps", unit_offset=True),
+    attention=AttentionSpec("GemmaAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", require=("is_causal",)),
+    mlp=MLPSpec("GemmaMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "GemmaDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

@@ -1,6 +1,6 @@
 """Gemma 2: like Gemma, with norms behind attention and MLP, soft-capped scores and logits, windows in some layers."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="gemma2",
@@ -13,16 +13,16 @@ ARCHITECTURE = Architecture(
     layers="layers",
     final_norm="norm",
     logits_softcap="config.final_logit_softcapping",
-    norm=Norm("Gemma2RMSNorm", kind="rms", eps="eps", unit_offset=True),
-    attention=Attention(
+    norm=NormSpec("Gemma2RMSNorm", kind="rms", eps="eps", unit_offset=True),
+    attention=AttentionSpec(
         "Gemma2Attention",
         qkv=("q_proj", "k_proj", "v_proj"),
         out="o_proj",
         require=("is_causal",),
         softcap="attn_logit_softcapping",
     ),
-    mlp=MLP("Gemma2MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    mlp=MLPSpec("Gemma2MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "Gemma2DecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

@@ -1,6 +1,6 @@
 """Gemma 3, text: like Gemma, with norms behind attention and MLP and over heads, windows with angles of their own."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="gemma3_text",
@@ -13,8 +13,8 @@ ARCHITECTURE = Architecture(
     layers="layers",
     final_norm="norm",
     logits_softcap="config.final_logit_softcapping",
-    norm=Norm("Gemma3RMSNorm", kind="rms", eps="eps", unit_offset=True),
-    attention=Attention(
+    norm=NormSpec("Gemma3RMSNorm", kind="rms", eps="eps", unit_offset=True),
+    attention=AttentionSpec(
         "Gemma3Attention",
         qkv=("q_proj", "k_proj", "v_proj"),
         out="o_proj",
@@ -23,8 +23,8 @@ ARCHITECTURE = Architecture(
         head_norms=("q_norm", "k_norm"),
         layer_types="layer_types",
     ),
-    mlp=MLP("Gemma3MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    mlp=MLPSpec("Gemma3MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "Gemma3DecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

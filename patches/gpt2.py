@@ -1,6 +1,6 @@
 """GPT-2: layer norm, fused Conv1D projections with bias, plain GELU MLP, learned positions, tied head."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="gpt2",
@@ -12,8 +12,8 @@ ARCHITECTURE = Architecture(
     embedding_dropout="drop",
     layers="h",
     final_norm="ln_f",
-    norm=Norm("LayerNorm", kind="layer", eps="eps"),
-    attention=Attention(
+    norm=NormSpec("LayerNorm", kind="layer", eps="eps"),
+    attention=AttentionSpec(
         "GPT2Attention",
         qkv=("c_attn",),
         out="c_proj",
@@ -21,8 +21,8 @@ ARCHITECTURE = Architecture(
         refuse=("reorder_and_upcast_attn",),
         residual_dropout="resid_dropout",
     ),
-    mlp=MLP("GPT2MLP", activation="act", up="c_fc", down="c_proj", dropout="dropout"),
-    layer=Layer(
+    mlp=MLPSpec("GPT2MLP", activation="act", up="c_fc", down="c_proj", dropout="dropout"),
+    layer=LayerSpec(
         "GPT2Block",
         attention_norm="ln_1",
         attention="attn",

@@ -1,7 +1,7 @@
 """GPT-NeoX and Pythia: layer norm, fused q/k/v by head, rotary positions of a part of each head, plain MLP
 beside attention or behind it."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="gpt_neox",
@@ -13,8 +13,8 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="final_layer_norm",
-    norm=Norm("LayerNorm", kind="layer", eps="eps"),
-    attention=Attention(
+    norm=NormSpec("LayerNorm", kind="layer", eps="eps"),
+    attention=AttentionSpec(
         "GPTNeoXAttention",
         qkv=("query_key_value",),
         by_kv_head=True,
@@ -22,8 +22,8 @@ ARCHITECTURE = Architecture(
         head_dim="head_size",
         cache="layer_past",
     ),
-    mlp=MLP("GPTNeoXMLP", activation="act", up="dense_h_to_4h", down="dense_4h_to_h"),
-    layer=Layer(
+    mlp=MLPSpec("GPTNeoXMLP", activation="act", up="dense_h_to_4h", down="dense_4h_to_h"),
+    layer=LayerSpec(
         "GPTNeoXLayer",
         attention_norm="input_layernorm",
         attention="attention",

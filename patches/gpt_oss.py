@@ -1,6 +1,6 @@
 """gpt-oss: sinks in the softmax, windows in every other layer, biases, a mixture of clamped gated MLPs."""
 
-from hf_fastpath.architecture import Architecture, Attention, Layer, MoE, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MoESpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="gpt_oss",
@@ -12,9 +12,9 @@ ARCHITECTURE = Architecture(
     half_angles=True,
     layers="layers",
     final_norm="norm",
-    norm=Norm("GptOssRMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention("GptOssAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", sinks="sinks"),
-    mlp=MoE(
+    norm=NormSpec("GptOssRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec("GptOssAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", sinks="sinks"),
+    mlp=MoESpec(
         "GptOssMLP",
         router="router",
         router_class="GptOssTopKRouter",
@@ -27,7 +27,7 @@ ARCHITECTURE = Architecture(
         rounded=True,
         returns_weights=True,
     ),
-    layer=Layer(
+    layer=LayerSpec(
         "GptOssDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

@@ -1,6 +1,6 @@
 """Granite: like Llama, with factors on embeddings, on the outputs of attention and MLP, on scores and on logits."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="granite",
@@ -13,10 +13,10 @@ ARCHITECTURE = Architecture(
     final_norm="norm",
     embedding_multiplier="embedding_multiplier",
     logits_divisor="config.logits_scaling",
-    norm=Norm("GraniteRMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention("GraniteAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
-    mlp=MLP("GraniteMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    norm=NormSpec("GraniteRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec("GraniteAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
+    mlp=MLPSpec("GraniteMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "GraniteDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

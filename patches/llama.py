@@ -1,6 +1,6 @@
 """Llama 2 and 3: RMS norm, separate q/k/v, rotary positions (scaled or not), gated SiLU MLP."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="llama",
@@ -11,10 +11,10 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("LlamaRMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention("LlamaAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
-    mlp=MLP("LlamaMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    norm=NormSpec("LlamaRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec("LlamaAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
+    mlp=MLPSpec("LlamaMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "LlamaDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

@@ -1,6 +1,6 @@
 """Ministral: like Mistral, with windows in some layers."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="ministral",
@@ -11,10 +11,10 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("MinistralRMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention("MinistralAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
-    mlp=MLP("MinistralMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    norm=NormSpec("MinistralRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec("MinistralAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
+    mlp=MLPSpec("MinistralMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "MinistralDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

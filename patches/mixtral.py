@@ -1,6 +1,6 @@
 """Mixtral: like Mistral, with a mixture of gated SiLU MLPs whose weights sum to one."""
 
-from hf_fastpath.architecture import Architecture, Attention, Layer, MoE, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MoESpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="mixtral",
@@ -11,9 +11,9 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("MixtralRMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention("MixtralAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
-    mlp=MoE(
+    norm=NormSpec("MixtralRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec("MixtralAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
+    mlp=MoESpec(
         "MixtralSparseMoeBlock",
         router="gate",
         router_class="MixtralTopKRouter",
@@ -22,7 +22,7 @@ ARCHITECTURE = Architecture(
         activation="act_fn",
         jitter="jitter_noise",
     ),
-    layer=Layer(
+    layer=LayerSpec(
         "MixtralDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

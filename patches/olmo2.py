@@ -1,6 +1,6 @@
 """OLMo 2: like Llama, with norms behind attention and MLP, and over all heads' queries and keys."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="olmo2",
@@ -11,12 +11,12 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("Olmo2RMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention(
+    norm=NormSpec("Olmo2RMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec(
         "Olmo2Attention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", head_norms=("q_norm", "k_norm")
     ),
-    mlp=MLP("Olmo2MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    mlp=MLPSpec("Olmo2MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "Olmo2DecoderLayer",
         attention_norm=None,
         attention="self_attn",

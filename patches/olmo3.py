@@ -1,6 +1,6 @@
 """OLMo 3: like OLMo 2, with windows in most layers, whose angles may be scaled differently."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="olmo3",
@@ -11,16 +11,16 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("Olmo3RMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention(
+    norm=NormSpec("Olmo3RMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec(
         "Olmo3Attention",
         qkv=("q_proj", "k_proj", "v_proj"),
         out="o_proj",
         head_norms=("q_norm", "k_norm"),
         layer_types="layer_types",
     ),
-    mlp=MLP("Olmo3MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    mlp=MLPSpec("Olmo3MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "Olmo3DecoderLayer",
         attention_norm=None,
         attention="self_attn",

@@ -1,6 +1,6 @@
 """OLMoE: like Llama, with norms over all heads' queries and keys, and a mixture of gated SiLU MLPs."""
 
-from hf_fastpath.architecture import Architecture, Attention, Layer, MoE, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MoESpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="olmoe",
@@ -11,15 +11,15 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("OlmoeRMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention(
+    norm=NormSpec("OlmoeRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec(
         "OlmoeAttention",
         qkv=("q_proj", "k_proj", "v_proj"),
         out="o_proj",
         refuse=("config.clip_qkv",),
         head_norms=("q_norm", "k_norm"),
     ),
-    mlp=MoE(
+    mlp=MoESpec(
         "OlmoeSparseMoeBlock",
         router="gate",
         router_class="OlmoeTopKRouter",
@@ -29,7 +29,7 @@ ARCHITECTURE = Architecture(
         normalized="norm_topk_prob",
         rounded=True,
     ),
-    layer=Layer(
+    layer=LayerSpec(
         "OlmoeDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

@@ -1,6 +1,6 @@
 """OPT: layer norm, separate q/k/v with bias, learned positions that start at 2, plain ReLU MLP, tied head."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="opt",
@@ -14,12 +14,12 @@ ARCHITECTURE = Architecture(
     layers="layers",
     final_norm="final_layer_norm",
     refuse=("project_in", "project_out"),
-    norm=Norm("LayerNorm", kind="layer", eps="eps"),
-    attention=Attention(
+    norm=NormSpec("LayerNorm", kind="layer", eps="eps"),
+    attention=AttentionSpec(
         "OPTAttention", qkv=("q_proj", "k_proj", "v_proj"), out="out_proj", attention_dropout="dropout"
     ),
-    mlp=MLP(None, activation="activation_fn", up="fc1", down="fc2"),
-    layer=Layer(
+    mlp=MLPSpec(None, activation="activation_fn", up="fc1", down="fc2"),
+    layer=LayerSpec(
         "OPTDecoderLayer",
         attention_norm="self_attn_layer_norm",
         attention="self_attn",

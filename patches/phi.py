@@ -1,6 +1,6 @@
 """Phi: layer norm, attention beside a plain MLP, every bias, rotary positions of a part of each head."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="phi",
@@ -12,10 +12,10 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="final_layernorm",
-    norm=Norm("LayerNorm", kind="layer", eps="eps"),
-    attention=Attention("PhiAttention", qkv=("q_proj", "k_proj", "v_proj"), out="dense", refuse=("qk_layernorm",)),
-    mlp=MLP("PhiMLP", activation="activation_fn", up="fc1", down="fc2"),
-    layer=Layer(
+    norm=NormSpec("LayerNorm", kind="layer", eps="eps"),
+    attention=AttentionSpec("PhiAttention", qkv=("q_proj", "k_proj", "v_proj"), out="dense", refuse=("qk_layernorm",)),
+    mlp=MLPSpec("PhiMLP", activation="activation_fn", up="fc1", down="fc2"),
+    layer=LayerSpec(
         "PhiDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4-mini: RMS norm, fused q/k/v, rotary positions of a part of each head, fused gated SiLU MLP."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="phi3",
@@ -11,10 +11,10 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("Phi3RMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention("Phi3Attention", qkv=("qkv_proj",), out="o_proj"),
-    mlp=MLP("Phi3MLP", activation="activation_fn", gate="gate_up_proj", up="gate_up_proj", down="down_proj"),
-    layer=Layer(
+    norm=NormSpec("Phi3RMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec("Phi3Attention", qkv=("qkv_proj",), out="o_proj"),
+    mlp=MLPSpec("Phi3MLP", activation="activation_fn", gate="gate_up_proj", up="gate_up_proj", down="down_proj"),
+    layer=LayerSpec(
         "Phi3DecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

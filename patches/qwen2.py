@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: RMS norm, separate q/k/v with bias, rotary positions, windows by layer, gated SiLU MLP."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="qwen2",
@@ -11,10 +11,10 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("Qwen2RMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention("Qwen2Attention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
-    mlp=MLP("Qwen2MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    norm=NormSpec("Qwen2RMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec("Qwen2Attention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj"),
+    mlp=MLPSpec("Qwen2MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "Qwen2DecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

@@ -1,6 +1,6 @@
 """Qwen3 MoE: like Qwen3, with a mixture of gated SiLU MLPs in all or some of the layers."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, MoE, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="qwen3_moe",
@@ -11,11 +11,11 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("Qwen3MoeRMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention(
+    norm=NormSpec("Qwen3MoeRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec(
         "Qwen3MoeAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", head_norms=("q_norm", "k_norm")
     ),
-    mlp=MoE(
+    mlp=MoESpec(
         "Qwen3MoeSparseMoeBlock",
         router="gate",
         router_class="Qwen3MoeTopKRouter",
@@ -24,9 +24,9 @@ ARCHITECTURE = Architecture(
         activation="act_fn",
         normalized="norm_topk_prob",
         rounded=True,
-        dense=MLP("Qwen3MoeMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+        dense=MLPSpec("Qwen3MoeMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
     ),
-    layer=Layer(
+    layer=LayerSpec(
         "Qwen3MoeDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

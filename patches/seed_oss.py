@@ -1,6 +1,6 @@
 """Seed-OSS: like Llama, with biases and dropout."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="seed_oss",
@@ -11,14 +11,14 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("SeedOssRMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention(
+    norm=NormSpec("SeedOssRMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec(
         "SeedOssAttention",
         qkv=("q_proj", "k_proj", "v_proj"),
         out="o_proj",
         residual_dropout="residual_dropout",
     ),
-    mlp=MLP(
+    mlp=MLPSpec(
         "SeedOssMLP",
         activation="act_fn",
         gate="gate_proj",
@@ -26,7 +26,7 @@ ARCHITECTURE = Architecture(
         down="down_proj",
         dropout="residual_dropout",
     ),
-    layer=Layer(
+    layer=LayerSpec(
         "SeedOssDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

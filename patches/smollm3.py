@@ -1,6 +1,6 @@
 """SmolLM3: like Llama, with some layers without rotation, and windows if the config asks for them."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="smollm3",
@@ -11,10 +11,10 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("SmolLM3RMSNorm", kind="rms", eps="variance_epsilon"),
-    attention=Attention("SmolLM3Attention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", rotates="use_rope"),
-    mlp=MLP("SmolLM3MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    norm=NormSpec("SmolLM3RMSNorm", kind="rms", eps="variance_epsilon"),
+    attention=AttentionSpec("SmolLM3Attention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", rotates="use_rope"),
+    mlp=MLPSpec("SmolLM3MLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "SmolLM3DecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

@@ -1,6 +1,6 @@
 """StableLM: layer norm, separate q/k/v, rotary positions of a part of each head, gated SiLU MLP."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="stablelm",
@@ -11,12 +11,12 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("LayerNorm", kind="layer", eps="eps"),
-    attention=Attention(
+    norm=NormSpec("LayerNorm", kind="layer", eps="eps"),
+    attention=AttentionSpec(
         "StableLmAttention", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj", refuse=("qk_layernorm",)
     ),
-    mlp=MLP("StableLmMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
-    layer=Layer(
+    mlp=MLPSpec("StableLmMLP", activation="act_fn", gate="gate_proj", up="up_proj", down="down_proj"),
+    layer=LayerSpec(
         "StableLmDecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

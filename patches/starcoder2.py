@@ -1,6 +1,6 @@
 """StarCoder2: layer norm, separate q/k/v with bias, rotary positions, sliding window, plain MLP."""
 
-from hf_fastpath.architecture import MLP, Architecture, Attention, Layer, Norm
+from hf_fastpath.architecture import Architecture, AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 ARCHITECTURE = Architecture(
     name="starcoder2",
@@ -12,15 +12,15 @@ ARCHITECTURE = Architecture(
     rotary="rotary_emb",
     layers="layers",
     final_norm="norm",
-    norm=Norm("LayerNorm", kind="layer", eps="eps"),
-    attention=Attention(
+    norm=NormSpec("LayerNorm", kind="layer", eps="eps"),
+    attention=AttentionSpec(
         "Starcoder2Attention",
         qkv=("q_proj", "k_proj", "v_proj"),
         out="o_proj",
         residual_dropout="residual_dropout",
     ),
-    mlp=MLP("Starcoder2MLP", activation="act", up="c_fc", down="c_proj", dropout="residual_dropout"),
-    layer=Layer(
+    mlp=MLPSpec("Starcoder2MLP", activation="act", up="c_fc", down="c_proj", dropout="residual_dropout"),
+    layer=LayerSpec(
         "Starcoder2DecoderLayer",
         attention_norm="input_layernorm",
         attention="self_attn",

@@ -28,7 +28,7 @@ from models import build
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
-from hf_fastpath.decode.call_text import texts
+from hf_fastpath.decode.calls.call_text import texts
 from hf_fastpath.patching.state import state_of
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "data" / "golden_calls.csv"

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath.compat import token_shape
-from hf_fastpath.decode import many_rows
-from hf_fastpath.decode.named_calls import Call, Register
+from hf_fastpath.decode.calls.named_calls import Call, Register
+from hf_fastpath.decode.lower import many_rows
 from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.ops.latent_attention import MAX_RANK
 from hf_fastpath.options import Options
@@ -30,7 +30,7 @@ from hf_fastpath.patching.state import patched_model, state_of
 from hf_fastpath.recording import lowering, marks
 from hf_fastpath.recording.part import RecordedPart
 from hf_fastpath.recording.passes.attention import positional
-from hf_fastpath.recording.recording import Recording, read_by
+from hf_fastpath.recording.recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
 

@@ -28,7 +28,7 @@ def differing(
     from models import build, prompt
 
     import hf_fastpath
-    from hf_fastpath.decode.plan import DecodePlan
+    from hf_fastpath.decode.plans.decode_plan import DecodePlan
 
     # The sizes are those that the kernels for aligned weights and for layers of small models take; rows are so long
     # that several rows of x come in phases.

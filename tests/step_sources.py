@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from hf_fastpath.decode.described import DescribedPart
-from hf_fastpath.decode.local_models import LocalPart
-from hf_fastpath.decode.offloaded import OffloadedPart
-from hf_fastpath.decode.shards import ShardedPart
-from hf_fastpath.decode.source import AnyLength, Biases, CachedAttention, Lengths, Origin, StepSource
+from hf_fastpath.decode.placed.local_models import LocalPart
+from hf_fastpath.decode.placed.offloaded import OffloadedPart
+from hf_fastpath.decode.placed.shards import ShardedPart
+from hf_fastpath.decode.sources.described import DescribedPart
+from hf_fastpath.decode.sources.step_source import AnyLength, Biases, CachedAttention, Origin, ServedLengths, StepSource
 from hf_fastpath.recording.by_length import ByLength
 from hf_fastpath.recording.family import Recorded
 from hf_fastpath.recording.layers import RecordedAttention
 from hf_fastpath.recording.local_part import LocalRecordedPart
 from hf_fastpath.recording.part import RecordedPart
 from hf_fastpath.recording.placed_part import PlacedPart
-from hf_fastpath.recording.recording import BiasTable
+from hf_fastpath.recording.recorded_step import BiasTable
 from hf_fastpath.recording.spread_part import SpreadPart
 
 DESCRIBED = (DescribedPart, LocalPart, ShardedPart, OffloadedPart)
@@ -34,7 +34,7 @@ def sources(
     return [described, local, sharded, offloaded, recorded, local_recorded, spread, placed]
 
 
-def lengths(described: AnyLength, recorded: ByLength) -> list[Lengths]:
+def lengths(described: AnyLength, recorded: ByLength) -> list[ServedLengths]:
     """Do as :func:`sources` for the lengths that steps serve."""
     return [described, recorded]
 

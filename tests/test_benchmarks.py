@@ -19,7 +19,7 @@ from hf_fastpath import ops
 from hf_fastpath.bench import engines, layouts, measure, published
 from hf_fastpath.cli import main as cli
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import prompt as prompts
+from hf_fastpath.decode.loops import prompt as prompts
 from hf_fastpath.quantization import FORMATS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

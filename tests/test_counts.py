@@ -19,11 +19,11 @@ def found(command: str) -> list[str]:
 
 def test_one_file_chooses_the_op_of_a_product():
     command = r'grep -rlE "emit\([^)]*ops\.(packed_)?gem[vm]" hf_fastpath --include=*.py'
-    assert found(command) == ["hf_fastpath/decode/lower.py"]
+    assert found(command) == ["hf_fastpath/decode/lower/which_op.py"]
     names = r"ops\.(gemv|gemm|gemv_swiglu|qkv_rope_append|packed_\w+|joined_gemv|lora_\w+)\.(overload|native)"
     files = (each for folder in ("decode", "recording") for each in (ROOT / "hf_fastpath" / folder).rglob("*.py"))
     where = {each.name for each in files if re.search(names, each.read_text())}
-    assert where == {"lower.py", "one_call.py", "passes.py"}, "the last two look for calls that were made"
+    assert where == {"which_op.py", "one_call.py", "passes.py"}, "the last two look for calls that were made"
 
 
 def test_nobody_asks_after_the_kind_of_a_source():
@@ -34,4 +34,4 @@ def test_a_quantized_weight_is_one_value():
     """From ``patch()`` to a kernel it is a ``PackedWeight``, a ``PackedLinear``, arguments of an op, and C++'s."""
     lines = found('grep -rnE "def .*quants, scales" hf_fastpath --include=*.py')
     others = [line for line in lines if not re.match(r"hf_fastpath/(ops|quantization)/", line)]
-    assert [line.partition(":")[0] for line in others] == ["hf_fastpath/decode/many_rows.py"], others
+    assert [line.partition(":")[0] for line in others] == ["hf_fastpath/decode/lower/many_rows.py"], others

@@ -11,10 +11,10 @@ from models import require_native
 from torch import nn
 
 from hf_fastpath import compat
-from hf_fastpath.decode import held_objects
-from hf_fastpath.decode.held_objects import HeldObjects
-from hf_fastpath.decode.python_state import Walk
-from hf_fastpath.decode.watch import Watch
+from hf_fastpath.decode.state import held_objects
+from hf_fastpath.decode.state.held_objects import HeldObjects
+from hf_fastpath.decode.state.python_state import Walk
+from hf_fastpath.decode.state.watch import Watch
 
 WAYS = ("native", "python")
 

@@ -8,14 +8,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 #: known cycles, each as the sorted names of its modules; there is none, and there should be none
 KNOWN: set[tuple[str, ...]] = set()
-#: the folders of the package, each of which may import those before it alone, also not inside functions
-ORDER = (
-    *("compat", "native", "quantization", "ops", "cache", "linears", "patches", "decode", "recording", "replacing"),
-    *("parity", "patching", "packed_files", "check", "bench", "cli"),
-)
+#: a folder with folders -> these, each of which may import those before it alone, also not inside functions
+ORDERS = {
+    "hf_fastpath": (
+        *("compat", "native", "quantization", "ops", "cache", "linears", "patches", "decode", "recording", "replacing"),
+        *("parity", "patching", "packed_files", "check", "bench", "cli"),
+    ),
+    "hf_fastpath.decode": ("calls", "ranks", "run", "model", "lower", "sources", "state", "placed", "plans", "loops"),
+}
 
 
 def modules() -> dict[str, Path]:
@@ -65,39 +70,46 @@ def test_no_module_imports_itself_by_way_of_others():
     assert cycles(graph) == KNOWN
 
 
-def folder_of(name: str) -> str:
-    """Return the folder that a module of the package is in; of a module beside the folders, its own name."""
-    return name.split(".")[1] if "." in name else ""
+def folder_of(name: str, inside: str = "hf_fastpath") -> str:
+    """Return the folder below ``inside`` that a module is in; of a module beside the folders, its own name."""
+    return name.removeprefix(inside).removeprefix(".").partition(".")[0]
 
 
-def imports_of_folders() -> dict[tuple[str, str], list[str]]:
-    """Return (folder, folder that it imports) -> what imports what, without imports within a folder."""
+def imports_of_folders(inside: str = "hf_fastpath") -> dict[tuple[str, str], list[str]]:
+    """Return (folder, folder that it imports) -> what imports what, without imports within a folder and from outside
+    of ``inside``."""
     files, found = modules(), defaultdict(list)
-    for name in files:
-        for other in imported(name, files):
-            if folder_of(name) != folder_of(other):
-                found[folder_of(name), folder_of(other)].append(f"{name} imports {other}")
+    within = {name for name in files if name == inside or name.startswith(f"{inside}.")}
+    for name in within:
+        for other in within.intersection(imported(name, files)):
+            if folder_of(name, inside) != folder_of(other, inside):
+                found[folder_of(name, inside), folder_of(other, inside)].append(f"{name} imports {other}")
     return dict(found)
 
 
-def test_no_two_folders_import_each_other():
-    found = imports_of_folders()
-    assert len(found) > 50
+@pytest.mark.parametrize(("inside", "pairs"), (("hf_fastpath", 50), ("hf_fastpath.decode", 20)))
+def test_no_two_folders_import_each_other(inside, pairs):
+    found = imports_of_folders(inside)
+    assert len(found) > pairs
     mutual = [line for (one, other), lines in found.items() if (other, one) in found for line in lines]
     assert not mutual, "\n".join(mutual)
 
 
-def test_no_folder_imports_itself_by_way_of_others():
-    found = imports_of_folders()
+@pytest.mark.parametrize("inside", ORDERS)
+def test_no_folder_imports_itself_by_way_of_others(inside):
+    found = imports_of_folders(inside)
     graph = {name: {other for one, other in found if one == name} for name in {name for pair in found for name in pair}}
     assert cycles(graph) == KNOWN
 
 
-def test_folders_import_only_those_before_them():
-    folders = {path.parent.name for path in (ROOT / "hf_fastpath").glob("*/__init__.py")} | {"patches"}
-    assert set(ORDER) == folders
-    place = {folder: index for index, folder in enumerate(ORDER)}
-    found = imports_of_folders().items()
+@pytest.mark.parametrize("inside", ORDERS)
+def test_folders_import_only_those_before_them(inside):
+    order = ORDERS[inside]
+    packages = (name for name, path in modules().items() if path.name == "__init__.py")
+    folders = {folder_of(name, inside) for name in packages if name.startswith(f"{inside}.")}
+    assert set(order) == folders
+    place = {folder: index for index, folder in enumerate(order)}
+    found = imports_of_folders(inside).items()
     wrong = [
         line for (one, other), lines in found if {one, other} <= folders for line in lines if place[one] < place[other]
     ]

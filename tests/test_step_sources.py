@@ -14,8 +14,8 @@ from step_sources import DESCRIBED, RECORDED
 from torch import nn
 
 from hf_fastpath.architecture import architectures
-from hf_fastpath.decode.described import model_part
-from hf_fastpath.decode.source import StepSource
+from hf_fastpath.decode.sources.described import model_part
+from hf_fastpath.decode.sources.step_source import StepSource
 from hf_fastpath.patching import families
 from hf_fastpath.recording.placed_part import RecordedAlone
 
@@ -82,7 +82,7 @@ def test_nobody_asks_which_kind_a_source_is():
 
 def test_every_member_is_asked_for():
     """Outside of the kinds' own files: the interface has nothing that nobody needs."""
-    own = {"source.py", "described.py", "structure.py", "local_models.py", "offloaded.py", "shards.py"}
+    own = {"step_source.py", "described.py", "structure.py", "local_models.py", "offloaded.py", "shards.py"}
     files = [
         *(path for path in (ROOT / "hf_fastpath").rglob("*.py") if path.parent.name != "recording"),
         *(ROOT / "hf_fastpath/recording").glob("proof.py"),

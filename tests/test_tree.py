@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,15 @@ def test_files_of_the_package_can_be_read_in_one_go():
     lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / "hf_fastpath").rglob("*.py")}
     long = {str(path.relative_to(ROOT)): length for path, length in lengths.items() if length > 400}
     assert len(lengths) > 100 and not long, f"more than 400 lines: {long}"
+
+
+def test_a_name_of_a_class_has_one_meaning():
+    homes = defaultdict(list)
+    for path in sorted((ROOT / "hf_fastpath").rglob("*.py")):
+        for name in re.findall(r"^class (\w+)|^(\w+) = \w+(?: \| \w+)+$", path.read_text(), flags=re.M):
+            homes["".join(name)].append(str(path.relative_to(ROOT)))
+    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    assert len(homes) > 100 and not twice, f"names that stand for several classes: {twice}"
 
 
 # ---- links -------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ _OF_A_CONFIG = (
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """What one decode step reads, and how fast that can be.
 
     Attributes:
@@ -93,7 +93,7 @@ class Explanation:
     self_tested: bool
     gpus: int
     bandwidth: float | None
-    steps: tuple[Step, ...]
+    steps: tuple[StepCost, ...]
 
     @property
     def fast(self) -> bool:
@@ -318,7 +318,7 @@ def _of_checkpoint(model: nn.Module, quantized: dict[str, Any]) -> tuple[nn.Modu
     return loaded, f"{method} weights, which patch() does not repack: {REASONS[reason]}{helps}", None
 
 
-def _steps(model: Any, dtype: torch.dtype, bandwidth: float | None, gpus: int) -> tuple[Step, ...]:
+def _steps(model: Any, dtype: torch.dtype, bandwidth: float | None, gpus: int) -> tuple[StepCost, ...]:
     text = model.config.get_text_config(decoder=True)
     if compat.layer_kinds(text) is None or not hasattr(text, "num_attention_heads"):
         return ()
@@ -335,5 +335,5 @@ def _steps(model: Any, dtype: torch.dtype, bandwidth: float | None, gpus: int) -
             speed = None if bandwidth is None else batch * bandwidth / (weights + kv)
             if over is not None and bandwidth is not None:
                 speed = batch / over.seconds(weights + kv, bandwidth, text.num_hidden_layers)
-            steps.append(Step(batch, context, weights, kv, 0 if over is None else over.sums, speed))
+            steps.append(StepCost(batch, context, weights, kv, 0 if over is None else over.sums, speed))
     return tuple(steps)

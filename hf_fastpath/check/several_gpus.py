@@ -28,7 +28,7 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 @dataclass(frozen=True)
-class Spread:
+class TensorParallel:
     """A model over several GPUs by its own ``tp_plan``.
 
     Attributes:
@@ -79,7 +79,7 @@ def _divides_heads(styles: dict[str, str]) -> bool:
     return any(style == "colwise" and name.rpartition(".")[2] in _KEYS for name, style in styles.items())
 
 
-def spread(model: Any, gpus: int) -> Spread:
+def spread(model: Any, gpus: int) -> TensorParallel:
     """Return how ``tp_plan="auto"`` would spread a model, which may be on the meta device."""
     styles = compat.planned_styles(model)
     modules = dict(model.named_modules())
@@ -93,4 +93,4 @@ def spread(model: Any, gpus: int) -> Spread:
         is_shared = style is not None and style not in _WHOLE
         shared, whole = shared + is_shared * parameter.nbytes, whole + parameter.nbytes
     joined = [name for name, style in styles.items() if style in _JOINED and name not in parameters]
-    return Spread(gpus, shared / max(1, whole), len(joined), _divides_heads(styles))
+    return TensorParallel(gpus, shared / max(1, whole), len(joined), _divides_heads(styles))

@@ -2,7 +2,8 @@
 
 A class may override them: it may edit the tokens, the mask or the positions of a step, or drop the cache. No recorded
 forward shows that. Overrides that were read are taken, which a digest of their source tells. Of all others, those that
-give the inputs of a token are asked for every token (``decode.stand_in``), and the rest leave the call to stock code.
+give the inputs of a token are asked for every token (``decode.loops.stand_in``), and the rest leave the call to stock
+code.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _TOKEN_METHODS = (_INPUTS, _ARGUMENTS, "_prefill", "_optimize_model_for_decode",
 _DECORATORS = ("transformers.utils.deprecation", "transformers.utils.generic")
 
 #: overrides of ``prepare_inputs_for_generation`` that give a token behind the prompt what transformers' own gives it,
-#: or what the first such token was given (which ``decode.multimodal`` asks): class -> digests, oldest version first.
-#: Remove a digest when the last version with that source is not supported.
+#: or what the first such token was given (which ``decode.loops.multimodal`` asks): class -> digests, oldest version
+#: first. Remove a digest when the last version with that source is not supported.
 _SAME_INPUTS: dict[str, tuple[str, ...]] = {
     "BambaForCausalLM": ("dcbb5e7989623417",),
     "BlipTextLMHeadModel": ("9a2037e8fbf24604", "c7f2f32045cd135c"),

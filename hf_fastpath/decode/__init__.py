@@ -1,3 +1,4 @@
 """One decoder token as a list of op calls, its CUDA graph, and the loops that generate with it.
 
-Of a patched model the folder knows :mod:`.patched` alone; it imports nothing of ``patching``."""
+A sub-folder imports only those before it: ``calls``, ``ranks``, ``run``, ``model``, ``lower``, ``sources``, ``state``,
+``placed``, ``plans``, ``loops``."""

@@ -36,7 +36,7 @@ class IntWeight:
 
 
 @dataclass(frozen=True)
-class Family:
+class LayerFamily:
     """Layers of one kind.
 
     Attributes:
@@ -168,13 +168,13 @@ def _no_integers(module: nn.Module) -> IntWeight:
 
 #: layers that transformers loads; GPTQ's and AWQ's layers hold the checkpoint's tensors until they are first called
 FAMILIES = (
-    Family(
+    LayerFamily(
         "GPTQ",
         "gptqmodel",
         ("TorchLinear", "TorchAtenLinear", "TorchCpuAvx512Linear", "TorchFusedLinear", "TritonV2Linear"),
         _gptq,
     ),
-    Family(
+    LayerFamily(
         "AWQ",
         "gptqmodel",
         (
@@ -183,16 +183,16 @@ FAMILIES = (
         ),
         _awq,
     ),
-    Family("compressed-tensors", "compressed_tensors", ("QuantizationScheme",), _compressed),
-    Family("torchao", "torchao", ("Int8Tensor", "IntxUnpackedToInt8Tensor"), _torchao),
-    Family("bitsandbytes", "bitsandbytes", ("Linear4bit", "Linear8bitLt"), _no_integers),
+    LayerFamily("compressed-tensors", "compressed_tensors", ("QuantizationScheme",), _compressed),
+    LayerFamily("torchao", "torchao", ("Int8Tensor", "IntxUnpackedToInt8Tensor"), _torchao),
+    LayerFamily("bitsandbytes", "bitsandbytes", ("Linear4bit", "Linear8bitLt"), _no_integers),
 )
 
 #: why a layer of a known family keeps its own code, for the layers that patch() has looked at
 _seen: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
-def family_of(module: nn.Module) -> Family | None:
+def family_of(module: nn.Module) -> LayerFamily | None:
     """Return the family of a quantized layer, or None."""
     return next((family for family in FAMILIES if family.has(module)), None)
 

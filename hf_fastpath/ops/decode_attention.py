@@ -250,9 +250,19 @@ def why_not(
 
 
 def moved(
-    q, k_cache, seq_lens, starts, window, sinks=None, block_table=None, slopes=None, biases=None, other=None,
-    other_lse=None, lse=None,
-) -> int:  # fmt: skip
+    q,
+    k_cache,
+    seq_lens,
+    starts,
+    window,
+    sinks=None,
+    block_table=None,
+    slopes=None,
+    biases=None,
+    other=None,
+    other_lse=None,
+    lse=None,
+) -> int:
     length = seq_lens.long() if starts is None else seq_lens.long() - starts.long()
     if window:
         length = length.clamp(max=window + q.shape[1] - 1)

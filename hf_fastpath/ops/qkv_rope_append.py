@@ -210,9 +210,12 @@ def samples(device: torch.device, dtype: torch.dtype):
         return Sample(
             *(randn(batch, query_len, hidden_size), *weights, *biases, layout == "conv1d", cos, sin, *caches, lens),
             *(heads, None, 0, norm, norm_weight, norm_bias, 1e-5, programmatic_launch, *scales, table, neighbors),
-            **({} if head_norms is None else random_head_norms(head_norms, heads, kv_heads, head_dim, device, dtype,
-                                                               head_norm_offset)),
-        )  # fmt: skip
+            **(
+                {}
+                if head_norms is None
+                else random_head_norms(head_norms, heads, kv_heads, head_dim, device, dtype, head_norm_offset)
+            ),
+        )
 
     yield call(1, 1, 256, 4, 2, 32, [5], rotary_dim=32)
     yield call(1, 1, 256, 8, 2, 32, [5], rotary_dim=32, norm=NormKind.RMS, programmatic_launch=True)

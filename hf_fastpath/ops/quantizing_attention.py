@@ -75,9 +75,26 @@ def fake(q):
 
 
 def why_not(
-    q, k, v, k_cache, v_cache, k_scales, v_scales, seq_lens, starts, window, kv_table, layer, workspace, sinks, softcap,
-    slopes, biases, other, other_lse,
-) -> list[str]:  # fmt: skip
+    q,
+    k,
+    v,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    seq_lens,
+    starts,
+    window,
+    kv_table,
+    layer,
+    workspace,
+    sinks,
+    softcap,
+    slopes,
+    biases,
+    other,
+    other_lse,
+) -> list[str]:
     cache = k_cache, v_cache, seq_lens, starts, window, kv_table, layer, workspace, sinks
     reasons = attention_reasons(q, *cache, k_scales, v_scales, None, softcap, slopes, biases, other, other_lse)
     if not is_quantized(k_cache.dtype):

@@ -237,9 +237,19 @@ def moved(
 
 def samples(device: torch.device, dtype: torch.dtype):
     def call(
-        rows, top_k, num_scored, hidden_size, width, residual=False, biases=False, of=None, held=None, shared=0,
-        is_shut=False, **options,
-    ):  # fmt: skip
+        rows,
+        top_k,
+        num_scored,
+        hidden_size,
+        width,
+        residual=False,
+        biases=False,
+        of=None,
+        held=None,
+        shared=0,
+        is_shut=False,
+        **options,
+    ):
         num_experts = held or num_scored
 
         def randn(*shape, std=1.0):

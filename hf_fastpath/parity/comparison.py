@@ -27,8 +27,8 @@ from ..compat import (
     text_name,
     token_shape,
 )
-from ..decode.encoded import Encoded, seen
-from ..decode.patched import STATE_KEY, Patched, paused
+from ..decode.loops.patched import STATE_KEY, Patched, paused
+from ..decode.plans.encoded import Encoded, seen
 from ..ops.gemv import MAX_ROWS
 from ..progress import counted
 from ..reasons import Cause, explained, named

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..compat import generate_over, sequences_of
-from ..decode.patched import paused
+from ..decode.loops.patched import paused
 from .comparison import SEED, drawn, plain_generation
 
 #: settings that are tried, each with what ``generate()`` would take by default switched off

@@ -9,14 +9,14 @@ from torch import nn
 
 from .. import compat, structural
 from ..architecture import PARTS, Architecture, architectures
-from ..decode import parts
-from ..decode.attention_part import AttentionPart
-from ..decode.layer_part import LayerPart
-from ..decode.plan_cache import Family
-from ..decode.ranks import Ranks
-from ..decode.shards import ShardedPart
-from ..decode.source import StepSource
-from ..decode.structure import DecoderPart
+from ..decode.model import parts
+from ..decode.model.attention_part import AttentionPart
+from ..decode.model.layer_part import LayerPart
+from ..decode.model.structure import DecoderPart
+from ..decode.placed.shards import ShardedPart
+from ..decode.plans.plan_cache import Family
+from ..decode.ranks.process_group import Ranks
+from ..decode.sources.step_source import StepSource
 from ..native import loader
 from ..options import Options
 from ..reasons import Cause, named

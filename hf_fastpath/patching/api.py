@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..decode.loops.generate_calls import agreed_reason
 from ..native import huge_pages, loader
 from ..options import HEADS, MAX_BATCH, Options
 from ..progress import announced
@@ -241,8 +242,7 @@ def _look_again(family: Recorded | DescribedOrRecorded, state: PatchState) -> No
     part = family.model_part(state.model)
     assert part is not None, "the family knew the model before its weights were quantized"
     reason = part.reason() or part.proof_reason(state.plans, 1)
-    if part.ranks is not None:
-        reason = part.ranks.agreed(reason) or part.reason_of_ranks(state.plans, 1)
+    reason = agreed_reason(part.ranks, reason, part, state.plans, 1)
     if reason is not None:
         why = explained(named(reason, part.module))
         asked = f"weights={state.options.weights!r}, lm_head={state.options.lm_head!r}"

@@ -7,7 +7,7 @@ import inspect
 from torch import nn
 
 from .. import compat
-from ..decode.patched import STATE_KEY
+from ..decode.loops.patched import STATE_KEY
 from ..recording.family import Recorded
 from ..replacing.quantizing import quantize_model
 from .copies import bind_copying

@@ -8,12 +8,12 @@ from torch import nn
 
 from .. import compat
 from ..architecture import Architecture
-from ..decode.described import model_part
-from ..decode.offloaded import Described
-from ..decode.plan_cache import Family
-from ..decode.ranks import Ranks
-from ..decode.shards import Sharded
-from ..decode.source import StepSource
+from ..decode.placed.offloaded import Described
+from ..decode.placed.shards import Sharded
+from ..decode.plans.plan_cache import Family
+from ..decode.ranks.process_group import Ranks
+from ..decode.sources.described import model_part
+from ..decode.sources.step_source import StepSource
 from ..reasons import Cause
 from ..recording.placed_part import RecordedAlone
 

@@ -27,20 +27,21 @@ from ..compat import (
     prefetch_waits,
     replaced_function,
 )
-from ..decode import composed, steps
-from ..decode.attend import Attention, has_tensor_cores
-from ..decode.attention_part import AttentionPart
-from ..decode.layer_part import LayerPart
-from ..decode.lower import Lower
-from ..decode.modules import apply_dropout, child
-from ..decode.named_calls import run
-from ..decode.parts import MLPPart, MoEPart
-from ..decode.positions import Positions
-from ..decode.structure import full_angles
+from ..decode.calls.named_calls import run
+from ..decode.lower import composed
+from ..decode.lower.attend import Attention, has_tensor_cores
+from ..decode.lower.positions import Positions
+from ..decode.lower.which_op import Lower
+from ..decode.model.attention_part import AttentionPart
+from ..decode.model.layer_part import LayerPart
+from ..decode.model.modules import apply_dropout, child
+from ..decode.model.parts import MLPPart, MoEPart
+from ..decode.model.structure import full_angles
+from ..decode.sources import steps
 from ..ops.kv_cache import KVCache
 from ..reasons import Cause
 from .module_patch import CAPTURED, KEY, ModulePatch, stock
-from .over_cache import ByDesign, Call, is_few
+from .over_cache import ByDesign, ForwardCall, is_few
 
 
 def _at_once(x: torch.Tensor, attention: Attention | None = None) -> Lower:
@@ -137,7 +138,7 @@ def _over_cache(
         What the fused ops need; a reason code if the call is such a one and stock code has to run all the same; None
         for every other call (prompts without a past, no cache), which runs stock code by design.
     """
-    call = Call(patch, part, x, args, kwargs)
+    call = ForwardCall(patch, part, x, args, kwargs)
     if (found := call.finding()) is not None:
         return None if isinstance(found, ByDesign) else found
     cache, index, layer, named, starts = call.cache, call.index, call.layer, call.named, call.starts

@@ -10,16 +10,16 @@ from torch import nn
 from .. import compat
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..cache.fastpath_cache import FastpathCache
-from ..decode import assisted, beams, counted, loop
-from ..decode.eligibility import request_reason, unknown_argument
-from ..decode.patched import STATE_KEY
-from ..decode.source import StepSource
+from ..decode.loops import assisted, beams, counted, sample
+from ..decode.loops.eligibility import request_reason, unknown_argument
+from ..decode.loops.patched import STATE_KEY
+from ..decode.sources.step_source import StepSource
 from ..reasons import Cause
 from .state import PatchState
 
 #: methods of transformers that our loops replace
 LOOPS: dict[str, Callable[..., Any]] = {
-    "_sample": loop.sample,
+    "_sample": sample.sample,
     "_assisted_decoding": assisted.decode,
     "_beam_search": beams.search,
     "generate": counted.generate,

@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from ..compat import foreign_mode, is_known_code, is_sharded, layer_windows, name_of
-from ..decode.attention_part import AttentionPart
-from ..decode.layer_part import LayerPart
-from ..decode.modules import odd_tensor
-from ..decode.parts import FeedForwardPart, HeadPart, NormPart
-from ..decode.patched import Patched
-from ..decode.structure import DecoderPart
+from ..decode.loops.patched import Patched
+from ..decode.model.attention_part import AttentionPart
+from ..decode.model.layer_part import LayerPart
+from ..decode.model.modules import odd_tensor
+from ..decode.model.parts import FeedForwardPart, HeadPart, NormPart
+from ..decode.model.structure import DecoderPart
 from ..native import loader
 from ..reasons import Cause
 from ..registry import FLOAT_DTYPES
 from .families import OF_FILES
 from .plan import PatchPlan
 
-Part = NormPart | FeedForwardPart | AttentionPart | LayerPart | HeadPart | DecoderPart
+PatchedPart = NormPart | FeedForwardPart | AttentionPart | LayerPart | HeadPart | DecoderPart
 #: where a patched module keeps its ModulePatch
 KEY = "_hf_fastpath_module"
 
@@ -37,7 +37,7 @@ class ModulePatch:
     """What a patched module knows: the model's state, its part, and the names of its stock forward's arguments."""
 
     state: Patched
-    part: Part
+    part: PatchedPart
     argument_names: tuple[str, ...]
 
     def reason_now(self, x: torch.Tensor) -> str | None:

@@ -11,10 +11,10 @@ import torch
 from ..cache.fastpath_cache import FastpathCache
 from ..cache.layer import FastpathLayer
 from ..compat import cache_of, is_continuous_batch, is_flash_attention, outputs_are_captured
-from ..decode.attend import has_tensor_cores, plain_mask
-from ..decode.attention_part import AttentionPart
-from ..decode.layer_part import LayerPart
-from ..decode.parts import MoEPart
+from ..decode.lower.attend import has_tensor_cores, plain_mask
+from ..decode.model.attention_part import AttentionPart
+from ..decode.model.layer_part import LayerPart
+from ..decode.model.parts import MoEPart
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause, class_name
 from .module_patch import CAPTURED, ModulePatch
@@ -29,7 +29,7 @@ Finding = str | ByDesign | None
 
 
 @dataclass
-class Call:
+class ForwardCall:
     """A call of an attention module's or a layer's forward.
 
     Attributes:
@@ -84,33 +84,33 @@ def is_few(hidden_states: torch.Tensor) -> bool:
     return 0 < hidden_states.numel() <= MAX_ROWS * hidden_states.shape[-1]
 
 
-def _of_one_request_a_row(call: Call) -> Finding:
+def _of_one_request_a_row(call: ForwardCall) -> Finding:
     return (call.patch.reason_now(call.x) or "continuous_batching") if is_continuous_batch(call.kwargs) else None
 
 
-def _of_tokens(call: Call) -> Finding:
+def _of_tokens(call: ForwardCall) -> Finding:
     return BY_DESIGN if call.x.dim() != 3 or call.query_len == 0 else None
 
 
-def _of_the_known_class(call: Call) -> Finding:
+def _of_the_known_class(call: ForwardCall) -> Finding:
     return call.part.other_reason()
 
 
-def _behind_others(call: Call) -> Finding:
+def _behind_others(call: ForwardCall) -> Finding:
     length = 0 if call.cache is None else call.cache.get_seq_length(call.index)
     # the length of a static cache lies on the device, and is not brought to the host
     return BY_DESIGN if isinstance(length, int) and length == 0 else None
 
 
-def _one_token_or_what_ops_take(call: Call) -> Finding:
+def _one_token_or_what_ops_take(call: ForwardCall) -> Finding:
     if call.query_len == 1 or isinstance(call.cache, FastpathCache) and _takes_many(call):
         return None
     return BY_DESIGN
 
 
-def _takes_many(call: Call) -> bool:
+def _takes_many(call: ForwardCall) -> bool:
     """Whether the ops take several tokens at once: as few rows as the ops of a token step take, or attention that
-    :mod:`..decode.attend` has a kernel for."""
+    :mod:`..decode.lower.attend` has a kernel for."""
     x, part = call.x, call.part
     if is_few(x):
         return True
@@ -119,11 +119,11 @@ def _takes_many(call: Call) -> bool:
     return x.device.type == "cpu" or has_tensor_cores(x.device, x.dtype, part.head_dim)
 
 
-def _with_tensors_that_fit(call: Call) -> Finding:
+def _with_tensors_that_fit(call: ForwardCall) -> Finding:
     return call.patch.reason_now(call.x) or call.patch.parameters_reason(call.x)
 
 
-def _over_our_cache(call: Call) -> Finding:
+def _over_our_cache(call: ForwardCall) -> Finding:
     if isinstance(call.cache, FastpathCache):
         return None
     if call.patch.state.stats.is_left_to_stock:  # there is a reason already, for which stock code got its own cache
@@ -131,11 +131,11 @@ def _over_our_cache(call: Call) -> Finding:
     return Cause("other_cache", class_name(call.cache))
 
 
-def _of_what_kernels_compute(call: Call) -> Finding:
+def _of_what_kernels_compute(call: ForwardCall) -> Finding:
     return call.patch.part.reason()
 
 
-def _over_a_layer_of_this_model(call: Call) -> Finding:
+def _over_a_layer_of_this_model(call: ForwardCall) -> Finding:
     layer, window = call.layer, call.part.window
     if layer.sliding_window not in (None, window):
         return Cause("other_cache", f"its window is {layer.sliding_window}, not {window}", call.part.module)
@@ -143,13 +143,13 @@ def _over_a_layer_of_this_model(call: Call) -> Finding:
     return None if layer.admit(shape, shape, call.x.dtype, call.x.device) else "edited_cache"
 
 
-def _of_few_sequences(call: Call) -> Finding:
+def _of_few_sequences(call: ForwardCall) -> Finding:
     if call.query_len > 1 or (batch := call.x.shape[0]) <= MAX_ROWS:
         return None
     return Cause("batch_size", f"{batch} sequences, {MAX_ROWS} at most outside of generate()")
 
 
-def _with_a_plain_mask(call: Call) -> Finding:
+def _with_a_plain_mask(call: ForwardCall) -> Finding:
     mask, query_len = call.named.get("attention_mask"), call.query_len
     if mask is None:
         # flash attention alone takes no mask for "causal, behind what the cache holds"; other attention begins anew, as
@@ -165,13 +165,13 @@ def _with_a_plain_mask(call: Call) -> Finding:
     return None
 
 
-def _with_known_inputs(call: Call) -> Finding:
+def _with_known_inputs(call: ForwardCall) -> Finding:
     others = [name for name in call.named if name == "encoder_hidden_states" or name.startswith("cu_seq_lens")]
     other = next((name for name in others if call.named[name] is not None), None)
     return None if other is None else Cause("unsupported_input", other)
 
 
-def _for_its_result_alone(call: Call) -> Finding:
+def _for_its_result_alone(call: ForwardCall) -> Finding:
     return CAPTURED if call.named.get("output_attentions") or outputs_are_captured() else None
 
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from .. import compat, switches
 from .._version import __version__
-from ..decode import ranks as over
-from ..decode.pass_table import switched_off
-from ..decode.rank_arguments import state_of_run
-from ..decode.ranks import Ranks
+from ..decode.calls.pass_table import switched_off
+from ..decode.ranks import process_group as over
+from ..decode.ranks.process_group import Ranks
+from ..decode.ranks.rank_arguments import state_of_run
 from ..errors import RankError, lacking
 from ..options import Options
 from .state import patched_model, state_of

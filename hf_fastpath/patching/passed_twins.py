@@ -29,7 +29,7 @@ from torch import nn
 
 from .. import compat
 from ..compat import transformers_version
-from ..decode.pass_table import switched_off
+from ..decode.calls.pass_table import switched_off
 from ..native import build_cache, loader
 from ..native.toolchain import BuildError
 from ..recording import proof

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from torch import nn
 
 from ..architecture import Architecture
-from ..decode.parts import Part
-from ..decode.plan_cache import Family
-from ..decode.ranks import Ranks
+from ..decode.model.parts import Part
+from ..decode.plans.plan_cache import Family
+from ..decode.ranks.process_group import Ranks
 from ..options import Options
 from ..reasons import Cause
 from ..recording.family import Recorded

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 
 from ..cache.pages import PageCounts
-from ..decode import fetch, page_lock
-from ..decode.eligibility import torch_reason, uncovered_reason
-from ..decode.source import StepSource
+from ..decode.loops.eligibility import torch_reason, uncovered_reason
+from ..decode.placed import fetch, page_lock
+from ..decode.sources.step_source import StepSource
 from ..native import loader
 from ..reasons import check, explained, named
 from ..recording.family import RECORDED

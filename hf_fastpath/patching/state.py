@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from .. import compat, reasons
-from ..decode.eligibility import uncovered_reason
-from ..decode.patched import STATE_KEY
-from ..decode.plan_cache import PlanCache
-from ..decode.ranks import Ranks
+from ..decode.loops.eligibility import uncovered_reason
+from ..decode.loops.patched import STATE_KEY
+from ..decode.plans.plan_cache import PlanCache
+from ..decode.ranks.process_group import Ranks
 from ..errors import FallbackError
 from ..forks import after_fork
 from ..native.huge_pages import Move

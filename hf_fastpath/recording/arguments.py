@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..decode.named_calls import Call
-from .recording import OwnPadding, Unrecordable, read_by, registers_in
+from ..decode.calls.named_calls import Call
+from .recorded_step import OwnPadding, Unrecordable, read_by, registers_in
 from .skeleton import Skeleton
 from .step import record
 

@@ -6,12 +6,12 @@ import copy
 import functools
 from typing import Any
 
-from ..decode.draft_plan import WIDTHS
-from ..decode.plan_cache import PlanCache
+from ..decode.plans.draft_plan import WIDTHS
+from ..decode.plans.plan_cache import PlanCache
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..reasons import Cause
 from .proof import reason_against
-from .recording import Unrecordable
+from .recorded_step import Unrecordable
 
 #: recordings of one model for texts of different lengths
 _MOST = 8

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from ..decode.encoded import EncodedMemory
-from ..decode.lower import Lower
-from ..decode.positions import Positions
-from ..decode.program import Program
-from ..decode.source import StepInputs, StepSource
+from ..decode.lower.positions import Positions
+from ..decode.lower.which_op import Lower
+from ..decode.plans.encoded import EncodedMemory
+from ..decode.run.program import Program
+from ..decode.sources.step_source import StepInputs, StepSource
 from ..ops.kv_cache import KVCache
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..decode.source import StepSource
+from ..decode.sources.step_source import StepSource
 from ..reasons import Cause
 
 #: what a report shows in place of an architecture's name

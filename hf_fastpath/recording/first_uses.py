@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..decode.python_state import Walk
+from ..decode.state.python_state import Walk
 from .text_lengths import known
 
 _LENGTHS = torch.SymInt, torch.SymFloat, torch.SymBool

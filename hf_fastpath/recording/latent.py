@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..decode.named_calls import Call, Register
+from ..decode.calls.named_calls import Call, Register
 from . import marks
 from .probing import agree, evaluate, seeded, structure
-from .recording import Unrecordable
+from .recorded_step import Unrecordable
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ..decode.named_calls import Call
+from ..decode.calls.named_calls import Call
 from . import marks
-from .recording import Recording, Unrecordable
+from .recorded_step import Recording, Unrecordable
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..decode.local_models import owner_of
+from ..decode.placed.local_models import owner_of
 from .family import Recorded
 from .part import RecordedPart
 

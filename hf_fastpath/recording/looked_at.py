@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..decode.python_state import Walk
-from ..decode.snapshot import walk_of
-from ..decode.source import StepSource
+from ..decode.sources.step_source import StepSource
+from ..decode.state.python_state import Walk
+from ..decode.state.snapshot import walk_of
 from .noted_code import NotedCode
 from .skeleton import Skeleton
 

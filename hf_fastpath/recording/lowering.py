@@ -11,17 +11,17 @@ import torch
 
 from .. import ops
 from ..choices import Activation, NormKind, Rotation
-from ..decode import composed, many_rows
-from ..decode.lower import Lower
-from ..decode.named_calls import Call, Register
-from ..decode.positions import Positions
+from ..decode.calls.named_calls import Call, Register
+from ..decode.lower import composed, many_rows
+from ..decode.lower.positions import Positions
+from ..decode.lower.which_op import Lower
 from ..ops.gemv import MAX_ROWS
 from ..ops.head_products import MAX_INPUTS
 from ..ops.kv_cache import KVCache
 from ..ops.latent_attention import MAX_RANK, MAX_ROPE_DIM
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import marks
-from .recording import Recording, Unrecordable, registers_in
+from .recorded_step import Recording, Unrecordable, registers_in
 from .stand_ins import StandIns
 from .text_lengths import follows_length
 
@@ -68,7 +68,7 @@ class Lowering:
         windows = (call.arguments.get("window") for call in self._recording.calls)
         for size in {each for each in windows if isinstance(each, marks.Chunk)}:  # first, as attention reads it early
             at = dict(seq_lens=self._at.seq_lens, starts=self._at.starts)
-            self._chunk_starts[size] = self._emit(chunk_starts, **at, size=int(size))
+            self._chunk_starts[size] = self._emit(composed.chunk_starts, **at, size=int(size))
         for place, call in enumerate(self._recording.calls):
             self._come_to(place)
             if self._last is not None:
@@ -131,8 +131,22 @@ class Lowering:
         self._pending[layer] = k, v
         return None
 
-    def _attend(self, call: Call, q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None,
-                encoded=None, row_biases=None, **others) -> Any:  # fmt: skip
+    def _attend(
+        self,
+        call: Call,
+        q,
+        states,
+        layer,
+        scale,
+        window,
+        softcap=0.0,
+        sinks=None,
+        slopes=None,
+        bias=None,
+        encoded=None,
+        row_biases=None,
+        **others,
+    ) -> Any:
         fact = self._recording.fact(call.arguments["q"])
         batch, heads, query_len, head_dim = fact.shape
         queries: Any
@@ -188,9 +202,17 @@ class Lowering:
         if angles is not None:
             given |= angles | {name: self._emit(_aten.select.int, angles[name], 1, 0) for name in ("cos", "sin")}
         seen_of_it = self._emit(
-            ops.latent_attention.overload, q_latent=at_latent, q_rope=end, latents=cache.k, rope_keys=cache.v,
-            kv_table=cache.table, layer=cache.layer, **seen, **given, **how,
-        )  # fmt: skip
+            ops.latent_attention.overload,
+            q_latent=at_latent,
+            q_rope=end,
+            latents=cache.k,
+            rope_keys=cache.v,
+            kv_table=cache.table,
+            layer=cache.layer,
+            **seen,
+            **given,
+            **how,
+        )
         made = self._emit(ops.head_products.overload, x=seen_of_it, weight=values, **how)
         return self._emit(_aten.unsqueeze.default, made, 1)
 
@@ -208,9 +230,17 @@ class Lowering:
     def attention(self, queries, layer, scale, window, softcap, sinks, slopes, bias, encoded, **others) -> Any:
         at, cache = self._at, self._at.placed(self._caches[layer], layer)
         how = dict(
-            seq_lens=at.seq_lens, starts=self._starts(window), scale=scale, window=int(window), workspace=at.workspace,
-            sinks=sinks, softcap=softcap, slopes=slopes, biases=bias, **others,
-        )  # fmt: skip
+            seq_lens=at.seq_lens,
+            starts=self._starts(window),
+            scale=scale,
+            window=int(window),
+            workspace=at.workspace,
+            sinks=sinks,
+            softcap=softcap,
+            slopes=slopes,
+            biases=bias,
+            **others,
+        )
         if encoded is not None:
             lse = self._emit(composed.log_sums, queries=queries)
             how |= dict(other=self._over_encoded(queries, encoded, scale, softcap, lse=lse), other_lse=lse)
@@ -223,12 +253,23 @@ class Lowering:
 
     def _angles(self, call: Call, tables, formula, dtype, pairs) -> Any:
         shape = [-1, self._value(self._recording.query_len)]
-        return self._emit(run_angles, tables=tables, formula=formula, dtype=dtype, pairs=pairs, shape=shape)
+        return self._emit(composed.run_angles, tables=tables, formula=formula, dtype=dtype, pairs=pairs, shape=shape)
 
     def _rotated(
-        self, call: Call, sources, grouped, cos, sin, pairs, num_heads, num_kv_heads, head_dim, head_norms=None,
-        factor=None, **attend,
-    ):  # fmt: skip
+        self,
+        call: Call,
+        sources,
+        grouped,
+        cos,
+        sin,
+        pairs,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        head_norms=None,
+        factor=None,
+        **attend,
+    ):
         rows = [self._recording.batch, self._value(self._recording.query_len)]
         of_each = [[-1]] if len(sources) == 1 else [[heads, head_dim] for heads in (num_heads, *[num_kv_heads] * 2)]
         given = {
@@ -247,12 +288,26 @@ class Lowering:
         if factor is None:
             return queries
         query_len = self._value(self._recording.query_len)
-        return self._emit(scaled_queries, queries=queries, factor=factor, query_len=query_len)
+        return self._emit(composed.scaled_queries, queries=queries, factor=factor, query_len=query_len)
 
     def _projected(
-        self, call: Call, x, weights, biases, transposed, cos, sin, pairs, num_heads, num_kv_heads, head_dim,
-        head_norms=None, norm=None, factor=None, **attend,
-    ):  # fmt: skip
+        self,
+        call: Call,
+        x,
+        weights,
+        biases,
+        transposed,
+        cos,
+        sin,
+        pairs,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        head_norms=None,
+        norm=None,
+        factor=None,
+        **attend,
+    ):
         store = self.store(attend["layer"]) | _turned_by(cos, sin, pairs) | dict(num_heads=num_heads)
         found = [self._stand_ins.weight(each, transposed) for each in weights]
         queries = self._to.queries(x, found, biases, store, norm=norm, head_norms=head_norms)
@@ -262,7 +317,7 @@ class Lowering:
         return self.attention(self._times(queries, factor), **attend)
 
     def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
-        return self._emit(run_experts, x=x, ids=ids, weights=weights, **arguments)
+        return self._emit(composed.run_experts, x=x, ids=ids, weights=weights, **arguments)
 
     def _routed_experts(self, call: Call, residual=None, **arguments) -> Any:
         others = dict(gate_up_bias=None, down_bias=None, transposed=False) | arguments
@@ -293,31 +348,6 @@ def takes_product(recording: Recording, call: Call) -> bool:
 def _turned_by(cos: Any, sin: Any, pairs: str) -> dict[str, Any]:
     """Return the arguments of ``ops.rope_append`` that describe a rotation."""
     return {"cos": cos, "sin": sin, "neighbors": pairs == "neighbors"}
-
-
-def scaled_queries(queries, factor, query_len):
-    """Return queries [batch, query_len, heads, head_dim] times a number for each new token, in the queries' dtype."""
-    return (queries * factor.reshape(-1, query_len, 1, 1)).to(queries.dtype)
-
-
-def chunk_starts(seq_lens, starts, size):
-    """Return int32 [batch], where the windows of ``size`` positions begin that the newest tokens are in."""
-    return starts + (seq_lens - 1 - starts) // size * size
-
-
-def run_angles(tables, formula, dtype, pairs, shape):
-    """Return cos and sin in the model's dtype, [batch, query_len, rotary_dim]."""
-    return [each.reshape(*shape, each.shape[-1]).to(dtype) for each in formula(tables, pairs)]
-
-
-def run_experts(
-    x, ids, weights, gate_up_weight, down_weight, activation, residual=None, gate_up_bias=None, down_bias=None,
-    transposed=False, alpha=1.702, limit=7.0, concatenated=False, first_expert=0,
-):  # fmt: skip
-    """Run ``ops.fused_experts`` with the experts that the model's own code has chosen; see ``marks.experts``."""
-    settings = (activation, False, gate_up_bias, down_bias, transposed, alpha, limit, concatenated)
-    stacks = gate_up_weight, down_weight
-    return ops.fused_experts.overload(x, ids.long() - first_expert, weights.float(), *stacks, residual, *settings)
 
 
 def _as_given(op: Any) -> Callable[..., Any]:

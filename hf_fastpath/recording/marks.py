@@ -12,8 +12,8 @@ from torch import nn
 
 from .. import compat, ops
 from ..choices import Activation, NormKind, Rotation, Scoring
-from ..decode.named_calls import Norm
-from ..decode.rank_calls import COLLECTIVES, own_embeddings
+from ..decode.calls.named_calls import Norm
+from ..decode.ranks.rank_calls import COLLECTIVES, own_embeddings
 from ..ops.choose_experts import reference as choose_experts
 
 
@@ -117,8 +117,21 @@ def append(k, v, layer):
     raise NotImplementedError("keys and values are appended by an op over a cache alone")
 
 
-def attend(q, states, layer, scale, window, softcap=0.0, sinks=None, slopes=None, bias=None, encoded=None,
-           row_biases=None, other=None, other_lse=None):  # fmt: skip
+def attend(
+    q,
+    states,
+    layer,
+    scale,
+    window,
+    softcap=0.0,
+    sinks=None,
+    slopes=None,
+    bias=None,
+    encoded=None,
+    row_biases=None,
+    other=None,
+    other_lse=None,
+):
     """Return attention [batch, query_len, num_heads, head_dim] of q [batch, num_heads, query_len, head_dim] over
     ``states``, which :func:`append` gave.
 
@@ -155,9 +168,26 @@ def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=N
     return ops.fused_experts.reference(x, ids, weights, *stacks, residual, activation, **layout)
 
 
-def routed_experts(x, logits, top_k, normalized, rounded, norm=None, shared_gate_weight=None, shared_up_weight=None,
-                   shared_down_weight=None, shared_logits=None, scoring=Scoring.SOFTMAX, correction_bias=None,
-                   num_groups=1, top_groups=1, group_tops=2, factor=1.0, sum_eps=0.0, **others):  # fmt: skip
+def routed_experts(
+    x,
+    logits,
+    top_k,
+    normalized,
+    rounded,
+    norm=None,
+    shared_gate_weight=None,
+    shared_up_weight=None,
+    shared_down_weight=None,
+    shared_logits=None,
+    scoring=Scoring.SOFTMAX,
+    correction_bias=None,
+    num_groups=1,
+    top_groups=1,
+    group_tops=2,
+    factor=1.0,
+    sum_eps=0.0,
+    **others,
+):
     """Run the experts that ``ops.choose_experts`` chooses by ``logits``, and a shared one if there is, see
     ``ops.routed_experts``; ``others`` are arguments of :func:`experts`."""
     x = x if norm is None else normed(x, norm)
@@ -222,21 +252,59 @@ def angles(tables, formula, dtype, pairs):
     raise NotImplementedError("angles are emitted as one call")
 
 
-def rotated_attention(sources, grouped, cos, sin, pairs, layer, scale, window, softcap, sinks, slopes, bias, encoded,
-                      num_heads, num_kv_heads, head_dim, head_norms=None, factor=None):  # fmt: skip
+def rotated_attention(
+    sources,
+    grouped,
+    cos,
+    sin,
+    pairs,
+    layer,
+    scale,
+    window,
+    softcap,
+    sinks,
+    slopes,
+    bias,
+    encoded,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    head_norms=None,
+    factor=None,
+):
     """Normalize and rotate queries and keys, then :func:`append` and :func:`attend`.
 
     ``sources`` are queries, keys and values, [batch, query_len, features] or [batch, query_len, heads, head_dim] each,
     or one tensor [batch, query_len, features] with all of them; if ``grouped``, that tensor is ordered by KV head.
-    ``pairs`` says which elements turn together, see ``architecture.Attention``. Turned queries are multiplied by
+    ``pairs`` says which elements turn together, see ``architecture.AttentionSpec``. Turned queries are multiplied by
     ``factor``, a number for each new token.
     """
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-def projected_attention(x, weights, biases, transposed, cos, sin, pairs, layer, scale, window, softcap, sinks,
-                        slopes, bias, encoded, num_heads, num_kv_heads, head_dim, head_norms=None, factor=None,
-                        norm=None):  # fmt: skip
+def projected_attention(
+    x,
+    weights,
+    biases,
+    transposed,
+    cos,
+    sin,
+    pairs,
+    layer,
+    scale,
+    window,
+    softcap,
+    sinks,
+    slopes,
+    bias,
+    encoded,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    head_norms=None,
+    factor=None,
+    norm=None,
+):
     """Project ``x``, and return :func:`rotated_attention` of the projections."""
     raise NotImplementedError("attention is run by an op over a cache alone")
 

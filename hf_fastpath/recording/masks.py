@@ -12,7 +12,7 @@ import torch
 from .. import compat
 from ..options import MAX_BATCH
 from . import marks
-from .recording import Unrecordable
+from .recorded_step import Unrecordable
 
 #: positions up to which a mask is compared with windows
 POSITIONS = 4096

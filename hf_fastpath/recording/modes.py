@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
 from ..choices import NormKind
-from ..decode.modules import is_packed
-from ..decode.named_calls import Register, by_name
+from ..decode.calls.named_calls import Register, by_name
+from ..decode.model.modules import is_packed
 from ..linears.packed_linear import PackedLinear
 from . import marks
+from .recorded_step import Span, Unrecordable
 from .recorder import Recorder
-from .recording import Span, Unrecordable
 from .text_lengths import computed
 
 _aten = torch.ops.aten

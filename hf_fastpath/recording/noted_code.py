@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.python_state import Walk
-from ..decode.snapshot import differences
-from ..decode.watch import Watch
+from ..decode.state.python_state import Walk
+from ..decode.state.snapshot import differences
+from ..decode.state.watch import Watch
 from .first_uses import FirstUses
 
 #: packages whose names are not looked up in code that reads names of them

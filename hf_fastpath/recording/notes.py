@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..decode.named_calls import Call, Register, read_by
-from ..decode.rank_calls import shard_of
+from ..decode.calls.named_calls import Call, Register, read_by
+from ..decode.ranks.rank_calls import shard_of
 from ..ops.decode_attention import MAX_QUERY_LEN
 from . import marks
 from .latent import Expansion
 from .masks import POSITIONS
 from .overloads import functional_overload
-from .recording import EncodedLayer, Span, Unrecordable, behind
+from .recorded_step import EncodedLayer, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
 from .text_lengths import Lengths, follows_length
 

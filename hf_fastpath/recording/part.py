@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..cache.fastpath_cache import FastpathCache
-from ..decode.lower import Lower
-from ..decode.modules import model_code_reason, odd_module
-from ..decode.parts import HeadPart
-from ..decode.plan_cache import PlanCache
-from ..decode.program import Program
-from ..decode.source import PromptInputs, StepInputs
-from ..decode.whole_model import WholeModel
+from ..decode.lower.which_op import Lower
+from ..decode.model.modules import model_code_reason, odd_module
+from ..decode.model.parts import HeadPart
+from ..decode.model.whole_model import WholeModel
+from ..decode.plans.plan_cache import PlanCache
+from ..decode.run.program import Program
+from ..decode.sources.step_source import StepInputs
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
 from ..options import MAX_BATCH
@@ -33,7 +32,7 @@ from .lowering import Lowering
 from .position_tables import PositionTable, position_tables
 from .prompts import RecordedPrompts
 from .proof import reason_against
-from .recording import BiasTable, Recording, Unrecordable
+from .recorded_step import BiasTable, Recording, Unrecordable
 from .step import why_other_in_training
 from .tensors import modules_reason, sizes_reason, tensors_reason
 from .whole_step import whole_step
@@ -167,15 +166,6 @@ class RecordedPart(WholeModel):
         if encoded is not None and len(encoded.caches) != len(recording.encoded):
             raise Unrecordable("layers that keep nothing of what the encoder has read")
         return self.lowering(self, program, to, recording, held, given.caches, given.at).run()
-
-    def prompt_form(self, device: torch.device, shape: tuple[int, int], past: int) -> Recording | None:
-        return self.prompts.recording_for(*shape, past)
-
-    def prepare_cache(self, cache: FastpathCache, batch: int) -> None:
-        self.prompts.prepare(cache, batch)
-
-    def record_prompt(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
-        return self.prompts.record(program, to, last, given)
 
     # ---- roles ------------------------------------------------------------------------------------------------
 

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.lower import Lower
-from ..decode.named_calls import Call, Register, by_name, read_by, tensors_in, with_tensors
-from ..decode.offloaded import Waiting, in_whole, local_model
-from ..decode.program import Program
+from ..decode.calls.named_calls import Call, Register, by_name, read_by, tensors_in, with_tensors
+from ..decode.lower.which_op import Lower
+from ..decode.placed.offloaded import Waiting, in_whole, local_model
+from ..decode.run.program import Program
 from . import marks
 from .family import Recorded
 from .local_part import LocalRecordedPart
 from .lowering import Lowering
 from .part import RecordedPart
-from .recording import Recording, Unrecordable, is_mutable
+from .recorded_step import Recording, Unrecordable, is_mutable
 from .stand_ins import StandIns
 
 #: a parameter of at most so many bytes (norms, biases) may be copied to another device when ``generate()`` begins

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..decode.named_calls import Call, Register
+from ..decode.calls.named_calls import Call, Register
 from .passes.lengths import at_position
 from .probing import MISFITS, evaluate
-from .recording import Recording, behind, read_by
+from .recorded_step import Recording, behind, read_by
 
 _aten = torch.ops.aten
 

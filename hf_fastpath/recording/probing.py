@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..decode.named_calls import Call, Register, bound
+from ..decode.calls.named_calls import Call, Register, bound
 from . import marks
-from .recording import registers_in
+from .recorded_step import registers_in
 
 _WIDE = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
@@ -78,9 +78,9 @@ def evaluate(
         elif call.op is torch.ops.aten.convolution.default and _is_depthwise(**arguments):
             values[call.out.index] = _depthwise(**arguments)
         elif not isinstance(call.op, torch._ops.OpOverload):
-            values[call.out.index] = call.op(*arguments.values()) if call.op.__module__ == "_operator" else call.op(
-                **arguments
-            )  # fmt: skip
+            values[call.out.index] = (
+                call.op(*arguments.values()) if call.op.__module__ == "_operator" else call.op(**arguments)
+            )
         else:
             op, ordered = bound(call.op, arguments)
             values[call.out.index] = op(*ordered)

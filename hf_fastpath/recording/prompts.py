@@ -6,20 +6,21 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..cache.fastpath_cache import FastpathCache
-from ..decode.lower import Lower
-from ..decode.named_calls import Call
-from ..decode.program import Program
-from ..decode.source import PromptInputs, empty_states
+from ..decode.calls.named_calls import Call
+from ..decode.lower.which_op import Lower
+from ..decode.run.program import Program
+from ..decode.sources.prompts import PromptInputs, empty_states
 from ..ops.gemv import MAX_ROWS
 from . import marks
 from .looked_at import LookedAt
 from .lowering import Lowering
 from .proof import prompts_agree
-from .recording import Recording
+from .recorded_step import Recording
 from .text_lengths import Served
 from .whole_step import count_like, whole_prompt
 
@@ -82,8 +83,9 @@ class RecordedPrompts:
         self._asked: set[int] = set()  # numbers of sequences of which there was a prompt
         self._in_trial: Recording | None = None
 
-    def recording_for(self, batch: int, count: int, past: int) -> Recording | None:
-        """Return what reads ``count`` new tokens of each of ``batch`` sequences behind ``past`` others, or None."""
+    def form(self, device: torch.device, shape: tuple[int, int], past: int) -> Recording | None:
+        """Return the recording of a prompt of this shape, [batch, query_len], behind ``past`` tokens, or None."""
+        batch, count = shape
         if self._in_trial is not None:
             return self._in_trial
         if not self._may_be_read(batch * count, past + count):

@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
-from ..decode import prompt
-from ..decode.encoded import Encoded, Seen
-from ..decode.patched import paused
-from ..decode.plan_cache import PlanCache
+from ..decode.loops import prompt
+from ..decode.loops.patched import paused
+from ..decode.plans.encoded import Encoded, Seen
+from ..decode.plans.plan_cache import PlanCache
 from ..errors import RankError
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause
 from .errors import OUT_OF_MEMORY
-from .recording import Unrecordable
+from .recorded_step import Unrecordable
 from .text_lengths import Served
 
 #: tokens of the prompt, or more where a step is of longer texts, and steps after it

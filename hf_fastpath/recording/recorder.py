@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..decode.named_calls import Call, Register
-from ..decode.rank_calls import shard_of, style_of
+from ..decode.calls.named_calls import Call, Register
+from ..decode.ranks.rank_calls import shard_of, style_of
 from . import marks
 from .latent import Expansion
 from .notes import Notes
 from .overloads import COPIES
 from .probing import evaluate
-from .recording import Misspread, OwnPadding, Unrecordable, behind
+from .recorded_step import Misspread, OwnPadding, Unrecordable, behind
 
 _aten = torch.ops.aten
 
@@ -46,8 +46,20 @@ class Recorder(Notes):
         self._states[self._indices((all_k, all_v))] = call.out, layer
         return all_k, all_v
 
-    def attend(self, module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None,
-               s_aux=None, dropout=0.0, **others):  # fmt: skip
+    def attend(
+        self,
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=None,
+        sliding_window=None,
+        softcap=None,
+        s_aux=None,
+        dropout=0.0,
+        **others,
+    ):
         """Note attention; the signature is that of transformers' attention functions."""
         if self.is_rehearsing:
             return query.new_empty(*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]), None
@@ -76,10 +88,14 @@ class Recorder(Notes):
             batch, heads, query_len, head_dim = query.shape
             out = query.new_empty(batch, query_len, heads, value.shape[-1])
         arguments = dict(
-            q=query, states=states, layer=layer,
-            scale=self.skeleton.scale(scaling, head_dim), window=window,
-            softcap=self.skeleton.cap(softcap), sinks=s_aux,
-        )  # fmt: skip
+            q=query,
+            states=states,
+            layer=layer,
+            scale=self.skeleton.scale(scaling, head_dim),
+            window=window,
+            softcap=self.skeleton.cap(softcap),
+            sinks=s_aux,
+        )
         arguments |= {name: each for name, each in (("bias", bias), ("encoded", encoded)) if each is not None}
         arguments |= streams
         if expansion is None:
@@ -188,8 +204,18 @@ class Recorder(Notes):
         except KeyError:
             raise Unrecordable("a mask that depends on more than positions") from None
 
-    def mask(self, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
-             dtype=torch.float32, **others):  # fmt: skip
+    def mask(
+        self,
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset=0,
+        kv_offset=0,
+        mask_function=None,
+        attention_mask=None,
+        dtype=torch.float32,
+        **others,
+    ):
         """Return a tensor that stands for a mask; the signature is that of transformers' mask functions."""
         if self.is_rehearsing:
             return torch.empty(batch_size, 1, q_length, kv_length, dtype=dtype, device=self.skeleton.device)

@@ -13,15 +13,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import compat
-from ..decode.modules import is_packed
-from ..decode.patched import STATE_KEY
-from ..decode.python_state import Walk
-from ..decode.snapshot import differences
-from ..decode.watch import Watch
+from ..decode.loops.patched import STATE_KEY
+from ..decode.model.modules import is_packed
+from ..decode.state.python_state import Walk
+from ..decode.state.snapshot import differences
+from ..decode.state.watch import Watch
 from ..ops.decode_attention import MAX_QUERY_LEN
 from .first_uses import FirstUses
 from .noted_code import NotedCode
-from .recording import Unrecordable
+from .recorded_step import Unrecordable
 from .text_lengths import new_env
 
 #: tokens that the recorded step's cache says it holds, unless the model knows fewer positions

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..compat import ShardStyle
-from ..decode.rank_calls import Shard, gathered, own_embeddings, own_inputs, own_rows, shard_of, summed
+from ..decode.ranks.rank_calls import Shard, gathered, own_embeddings, own_inputs, own_rows, shard_of, summed
 from .recorder import Recorder
 
 #: styles of modules whose outputs are summed over ranks

@@ -8,11 +8,11 @@ from torch import nn
 
 from .. import compat
 from ..compat import ShardStyle
-from ..decode.modules import is_packed
-from ..decode.plan_cache import PlanCache
-from ..decode.rank_calls import COLLECTIVES, shard_of
-from ..decode.ranks import Ranks
-from ..decode.shards import EXPERT_STYLES, local_model, spread_reason
+from ..decode.model.modules import is_packed
+from ..decode.placed.shards import EXPERT_STYLES, local_model, spread_reason
+from ..decode.plans.plan_cache import PlanCache
+from ..decode.ranks.process_group import Ranks
+from ..decode.ranks.rank_calls import COLLECTIVES, shard_of
 from ..reasons import Cause
 from .family import Recorded
 from .local_part import LocalRecordedPart

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ..decode.named_calls import Call, tensors_in
-from ..decode.weight import PlainWeight, Weight
+from ..decode.calls.named_calls import Call, tensors_in
+from ..decode.model.weight import PlainWeight, Weight
 from . import marks
 from .errors import StandInRead
-from .recording import Recording
+from .recorded_step import Recording
 
 #: marks whose matrices may be stand-ins
 _OF_PRODUCTS = (marks.linear, marks.gated, marks.projected_attention)

@@ -15,22 +15,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import compat
-from ..decode.named_calls import Call, Norm, Register
+from ..decode.calls.named_calls import Call, Norm, Register
 from ..ops.decode_attention import MAX_QUERY_LEN
 from . import marks, modes
 from .errors import OUT_OF_MEMORY, LengthTaken
 from .first_uses import forget_lengths
+from .kinds import other_forwards
 from .lines import where
-from .listed_experts import listed_experts
 from .masks import ENCODED_PLACES, is_known, sees_all, window_of
 from .math_functions import functions_of_lengths
 from .noted_code import NotedCode
+from .recorded_step import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
 from .recorder import Recorder, recorder
-from .recording import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
 from .rehearsal import cache_with_states, rehearse
 from .skeleton import Skeleton
 from .spread import spread_modules
-from .streams import attention_of_streams
 from .text_lengths import Served, known, of_known_size
 
 
@@ -174,8 +173,7 @@ def _record(
         _without_logs(),
         functions_of_lengths(),
         skeleton.mode,
-        listed_experts(noting),
-        attention_of_streams(noting),
+        other_forwards(noting),
     ):
         whole: Any = cache
         if has_encoder:
@@ -299,7 +297,7 @@ def _read_layers(calls: list[Call], kinds: list[compat.LayerKind]) -> int:
 
 
 def _linears_by_input(noting: Recorder) -> list[list[str]]:
-    """Return what :attr:`.recording.Recording.linears` is."""
+    """Return what :attr:`.recorded_step.Recording.linears` is."""
     model = noting.skeleton.model
     experts = {id(call.arguments["module"]) for call in noting.calls if call.op is marks.other_experts}
     experts |= set(map(id, compat.modules_with_experts(model)))
@@ -316,7 +314,7 @@ def _linears_by_input(noting: Recorder) -> list[list[str]]:
 
 
 def _readers(noting: Recorder) -> list[str]:
-    """Return what :attr:`.recording.Recording.readers` is."""
+    """Return what :attr:`.recorded_step.Recording.readers` is."""
 
     def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from module.parameters(recurse=False)

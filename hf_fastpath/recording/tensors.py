@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..decode.modules import odd_module, own_code_reason
+from ..decode.model.modules import odd_module, own_code_reason
 from ..native import loader
 from ..ops.queries import takes_head_dim
 from ..reasons import Cause, class_name

@@ -10,7 +10,7 @@ from torch import nn
 from .. import compat
 from .errors import StandInRead, Unrecordable
 from .passes import passed
-from .recording import Recording
+from .recorded_step import Recording
 from .skeleton import Skeleton
 from .step import record
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..compat import Conv1D, ShardStyle, is_sharded, local_tensor, merged_layer, move, place_like, spread_like
-from ..decode.rank_calls import style_of
-from ..decode.source import StepSource
+from ..decode.ranks.rank_calls import style_of
+from ..decode.sources.step_source import StepSource
 from ..linears.checkpoints import family_of
 from ..linears.packed_linear import PackedLinear
 from ..native import loader

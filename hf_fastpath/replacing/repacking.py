@@ -15,8 +15,8 @@ from torch.nn import functional
 from .. import structural
 from ..architecture import architectures
 from ..compat import hook_of, placement
-from ..decode.described import model_part
-from ..decode.structure import ModelPart
+from ..decode.model.structure import ModelPart
+from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
 from ..linears.checkpoints import IntWeight, family_of, note
 from ..linears.packed_linear import PackedLinear

@@ -13,9 +13,9 @@ from torch import nn
 from .. import structural
 from ..architecture import architectures
 from ..compat import quantization_method, should_convert_module
-from ..decode.described import model_part
-from ..decode.parts import MoEPart
-from ..decode.structure import ModelPart
+from ..decode.model.parts import MoEPart
+from ..decode.model.structure import ModelPart
+from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
 from ..linears.packed_linear import PackedLinear
 from ..quantization.formats import Format, PackedWeight, padded

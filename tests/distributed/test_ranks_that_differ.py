@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
 from hf_fastpath import RankError
-from hf_fastpath.decode import ranks
+from hf_fastpath.decode.ranks import process_group
 from hf_fastpath.patching import api
 
 pytestmark = needs_processes
@@ -63,7 +63,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def _options(rank: int, folder: Path) -> None:
-    ranks.PATIENCE = SHORT
+    process_group.PATIENCE = SHORT
     model = spread(folder / "llama")
     inputs, before = {"input_ids": some_prompt(device(rank))}, instances(model)
     stock = tokens_of(model, inputs)
@@ -157,7 +157,7 @@ ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 def _arguments(rank: int, folder: Path) -> None:
-    ranks.PATIENCE = SHORT
+    process_group.PATIENCE = SHORT
     model, here = hf_fastpath.patch(spread(folder / "llama"), quiet=True), device(rank)
     inputs = {"input_ids": some_prompt(here)}
     expected = tokens_of(model, inputs)
@@ -195,7 +195,7 @@ def _arguments(rank: int, folder: Path) -> None:
     assert_alike(tokens_of(model, inputs, seed=rank, do_sample=True))
     adapted = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 2 * out) if rank else None
     hooked = tokens_of(model, inputs)
-    with hf_fastpath.decode.patched.paused(model):
+    with hf_fastpath.decode.loops.patched.paused(model):
         assert torch.equal(hooked, tokens_of(model, inputs))
     assert adapted is None or adapted.remove() is None
     assert torch.equal(tokens_of(model, inputs), expected)
@@ -256,7 +256,7 @@ def _assert_lost(name: str, model: nn.Module, before: dict, inputs: dict) -> Non
 
 
 def _failures(rank: int, folder: Path) -> None:
-    ranks.PATIENCE = SHORT
+    process_group.PATIENCE = SHORT
     cases = {
         "streamer": lambda: dict(streamer=Failing()),
         "criterion": lambda: dict(stopping_criteria=[Failing()]),

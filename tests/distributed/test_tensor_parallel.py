@@ -31,7 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
 from hf_fastpath import RankError
-from hf_fastpath.decode import rank_calls, ranks
+from hf_fastpath.decode.ranks import process_group, rank_calls
 from hf_fastpath.patching.state import state_of
 
 pytestmark = needs_processes
@@ -318,7 +318,7 @@ class Own(LogitsProcessor):
 
 
 def _interrupted(rank: int, folder: Path) -> None:
-    ranks.PATIENCE = 10.0 if processes.on_gpus() else 2.0
+    process_group.PATIENCE = 10.0 if processes.on_gpus() else 2.0
     model = loaded(folder)
 
     def end():
@@ -329,7 +329,7 @@ def _interrupted(rank: int, folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt if rank else RankError):
         tokens_of(model, {"input_ids": some_prompt(device(rank))}, logits_processor=[processor])
     assert time.monotonic() - started < 25
-    time.sleep(2 * rank * ranks.PATIENCE)  # this process lives on, and makes no more calls
+    time.sleep(2 * rank * process_group.PATIENCE)  # this process lives on, and makes no more calls
     os._exit(0)
 
 
@@ -339,7 +339,7 @@ def test_an_interrupted_rank_ends_the_others(tmp_path):
 
 
 def _killed(rank: int, folder: Path) -> None:
-    ranks.PATIENCE = 10.0 if processes.on_gpus() else 5.0
+    process_group.PATIENCE = 10.0 if processes.on_gpus() else 5.0
     model = loaded(folder)
     processor = Failing(lambda: os._exit(0)) if rank else Own()
     with pytest.raises(RankError, match="end all processes"):

@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import steps
-from hf_fastpath.decode.named_calls import run
+from hf_fastpath.decode.calls.named_calls import run
+from hf_fastpath.decode.sources import steps
 from hf_fastpath.patching.state import state_of
 
 

@@ -24,8 +24,8 @@ import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE, FORWARD_NOTES, TESTED_TRANSFORMERS, transformers_version
 from hf_fastpath.patching.multimodal_twin import multimodal_twin
-from hf_fastpath.patching.selftest import twin_config
 from hf_fastpath.patching.state import state_of
+from hf_fastpath.patching.twin_config import twin_config
 from hf_fastpath.quantization import FORMATS
 
 #: of each test every other case; all of them with ``--full``

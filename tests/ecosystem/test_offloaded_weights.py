@@ -39,9 +39,9 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import hf_fastpath
 from hf_fastpath.compat import CACHE, lock_pages
-from hf_fastpath.decode import fetch, offloaded, page_lock
-from hf_fastpath.decode.layer_part import LayerPart
-from hf_fastpath.decode.program import Program
+from hf_fastpath.decode.model.layer_part import LayerPart
+from hf_fastpath.decode.placed import fetch, offloaded, page_lock
+from hf_fastpath.decode.run.program import Program
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import placed_part
 from hf_fastpath.recording.placed_part import PlacedPart

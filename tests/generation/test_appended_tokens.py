@@ -9,7 +9,7 @@ from parity import LogitRule, RoundingCache, both, float64_copy, walk
 
 from hf_fastpath import FastpathCache, ops
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import attend
+from hf_fastpath.decode.lower import attend
 from hf_fastpath.ops.kv_cache import KVCache, quantized
 from hf_fastpath.patching import forwards
 

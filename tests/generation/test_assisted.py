@@ -14,9 +14,9 @@ from transformers.generation import utils as generation_utils
 
 import hf_fastpath
 from hf_fastpath.compat import CACHE, CRITERIA_SEE_DRAFTS
-from hf_fastpath.decode import plan as plan_module
-from hf_fastpath.decode.acceptance import accept
-from hf_fastpath.decode.draft_plan import WIDTHS, DraftPlan
+from hf_fastpath.decode.loops.acceptance import accept
+from hf_fastpath.decode.plans import decode_plan as plan_module
+from hf_fastpath.decode.plans.draft_plan import WIDTHS, DraftPlan
 from hf_fastpath.errors import FallbackError
 
 

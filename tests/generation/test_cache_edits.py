@@ -26,7 +26,8 @@ from hf_fastpath.ops.kv_cache import dequantized, quantized, requantized
 SIZE = 16
 FILES = (
     *(f"cache/{name}.py" for name in ("fastpath_cache", "buffers", "edits", "layer", "paged_layer", "pages")),
-    *("decode/steps.py", "decode/named_calls.py", "decode/lower.py", "decode/many_rows.py"),
+    *("decode/sources/steps.py", "decode/calls/named_calls.py"),
+    *("decode/lower/which_op.py", "decode/lower/many_rows.py"),
     *("patching/forwards.py", "patching/module_patch.py", "patching/over_cache.py"),
 )
 #: parts of a FastpathCache: layers, options, tokens that it holds before it is edited

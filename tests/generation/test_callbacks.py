@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_fastpath
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode.snapshot import Snapshot
+from hf_fastpath.decode.state.snapshot import Snapshot
 from hf_fastpath.errors import FallbackError
 from hf_fastpath.patching.state import state_of
 

@@ -15,9 +15,9 @@ from parity import assert_same_tokens, both
 
 import hf_fastpath
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import plan as plan_module
-from hf_fastpath.decode.graph import capture
-from hf_fastpath.decode.plan import MAX_EOS_TOKENS, DecodePlan
+from hf_fastpath.decode.plans import decode_plan as plan_module
+from hf_fastpath.decode.plans.decode_plan import MAX_EOS_TOKENS, DecodePlan
+from hf_fastpath.decode.run.graph import capture
 from hf_fastpath.parity.comparison import decode_logits
 
 

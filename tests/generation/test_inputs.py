@@ -13,8 +13,8 @@ from transformers import DynamicCache, Seq2SeqTrainer, Seq2SeqTrainingArguments
 import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import angles
-from hf_fastpath.decode.angles import AngleTables
+from hf_fastpath.decode.plans import angles
+from hf_fastpath.decode.plans.angles import AngleTables
 
 FEW = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
 LEARNED, ROTARY = ("gpt2", "opt"), ("llama", "gemma3_text")

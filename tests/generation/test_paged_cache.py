@@ -17,7 +17,7 @@ from hf_fastpath import FastpathCache
 from hf_fastpath.cache.paged_layer import PagedLayer
 from hf_fastpath.cache.pages import PageTable
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import plan as plan_module
+from hf_fastpath.decode.plans import decode_plan as plan_module
 
 SIZE = 16
 #: separate and joined projections, norms of heads, soft caps and windows beside full layers, sinks, heads of 40

@@ -16,18 +16,19 @@ import hf_fastpath
 from hf_fastpath import ops
 from hf_fastpath.choices import Activation, NormKind
 from hf_fastpath.compat import ShardStyle
-from hf_fastpath.decode import composed, steps
-from hf_fastpath.decode.attend import Attention, attend
-from hf_fastpath.decode.lower import Lower
-from hf_fastpath.decode.named_calls import Call, Norm, Register, Step, in_order, run
-from hf_fastpath.decode.one_call import one_call
-from hf_fastpath.decode.pass_table import CallList
-from hf_fastpath.decode.passes import PASSES, prefetch_next_weight
-from hf_fastpath.decode.positions import Positions
-from hf_fastpath.decode.program import Program
-from hf_fastpath.decode.rank_calls import Shard, gathered, summed, through_peers
-from hf_fastpath.decode.ranks import SLOTS
-from hf_fastpath.decode.weight import PlainWeight, halves, joined
+from hf_fastpath.decode.calls.named_calls import Call, Norm, Register, Step, in_order, run
+from hf_fastpath.decode.calls.pass_table import CallList
+from hf_fastpath.decode.lower import composed
+from hf_fastpath.decode.lower.attend import Attention, attend
+from hf_fastpath.decode.lower.positions import Positions
+from hf_fastpath.decode.lower.which_op import Lower
+from hf_fastpath.decode.model.weight import PlainWeight, halves, joined
+from hf_fastpath.decode.ranks.process_group import SLOTS
+from hf_fastpath.decode.ranks.rank_calls import Shard, gathered, summed, through_peers
+from hf_fastpath.decode.run.one_call import one_call
+from hf_fastpath.decode.run.passes import PASSES, prefetch_next_weight
+from hf_fastpath.decode.run.program import Program
+from hf_fastpath.decode.sources import steps
 from hf_fastpath.ops.kv_cache import KVCache
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.quantization import FORMATS, quantize

@@ -14,11 +14,11 @@ from torch import nn
 
 import hf_fastpath
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import angles
-from hf_fastpath.decode.angles import AngleTables
-from hf_fastpath.decode.named_calls import Step
-from hf_fastpath.decode.passes import prefetch_next_weight
-from hf_fastpath.decode.plan import DecodePlan
+from hf_fastpath.decode.calls.named_calls import Step
+from hf_fastpath.decode.plans import angles
+from hf_fastpath.decode.plans.angles import AngleTables
+from hf_fastpath.decode.plans.decode_plan import DecodePlan
+from hf_fastpath.decode.run.passes import prefetch_next_weight
 from hf_fastpath.parity.comparison import decode_logits
 
 

@@ -11,8 +11,8 @@ from parity import assert_same_tokens, both
 
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import prompt as prompts
-from hf_fastpath.decode.draft_plan import DraftPlan
+from hf_fastpath.decode.loops import prompt as prompts
+from hf_fastpath.decode.plans.draft_plan import DraftPlan
 
 
 @pytest.fixture

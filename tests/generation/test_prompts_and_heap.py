@@ -12,7 +12,7 @@ from heap import mapped_blocks
 from models import CPU
 
 import hf_fastpath
-from hf_fastpath.decode import prompt
+from hf_fastpath.decode.loops import prompt
 
 #: run in a process of its own, where nothing that is free in the heap is large enough for a block
 BLOCKS = """

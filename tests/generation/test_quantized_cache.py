@@ -12,7 +12,7 @@ from parity import RoundingCache, forced_logits
 import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE, eager_experts
-from hf_fastpath.decode.patched import paused
+from hf_fastpath.decode.loops.patched import paused
 from hf_fastpath.ops.kv_cache import dequantized
 
 NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

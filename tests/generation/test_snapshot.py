@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastpath
-from hf_fastpath.decode import structure
+from hf_fastpath.decode.model import structure
 from hf_fastpath.patching.state import state_of
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from parity import assert_same_tokens, both
 from hf_fastpath import FastpathCache
 from hf_fastpath.cache.layer import FastpathLayer
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import prompt as reading
-from hf_fastpath.decode.draft_plan import DraftPlan
-from hf_fastpath.decode.layer_part import LayerPart
-from hf_fastpath.decode.stages import Stages
-from hf_fastpath.decode.structure import ModelPart
+from hf_fastpath.decode.loops import prompt as reading
+from hf_fastpath.decode.model.layer_part import LayerPart
+from hf_fastpath.decode.model.structure import ModelPart
+from hf_fastpath.decode.placed.stages import Stages
+from hf_fastpath.decode.plans.draft_plan import DraftPlan
 from hf_fastpath.patching.state import state_of
 
 

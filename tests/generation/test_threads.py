@@ -15,7 +15,7 @@ from parity import assert_same_tokens
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import hf_fastpath
-from hf_fastpath.decode.plan_cache import MAX_CALLS, MAX_DRAFT_PLANS, MAX_PLANS
+from hf_fastpath.decode.plans.plan_cache import MAX_CALLS, MAX_DRAFT_PLANS, MAX_PLANS
 from hf_fastpath.patching import api
 from hf_fastpath.patching.state import state_of
 

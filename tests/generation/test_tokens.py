@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 )
 
 from hf_fastpath import compat
-from hf_fastpath.decode.plan import MAX_EOS_TOKENS, DecodePlan
+from hf_fastpath.decode.plans.decode_plan import MAX_EOS_TOKENS, DecodePlan
 
 # ---- greedy ------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import hf_fastpath
 from hf_fastpath import UnsupportedModelError
 from hf_fastpath.architecture import Architecture, architectures
 from hf_fastpath.patching import analyse, passed_twins, selftest
+from hf_fastpath.patching.twin_config import twin_config
 
 over_all = pytest.mark.parametrize("architecture", architectures(), ids=lambda architecture: architecture.name)
 LLAMA = next(architecture for architecture in architectures() if architecture.name == "llama")
@@ -54,7 +55,7 @@ def test_self_test_passes(architecture, monkeypatch):
 
 def test_twin_has_layers_of_every_kind():
     layers = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4}
-    small = selftest.twin_config(build("gemma3_text", **layers).config)
+    small = twin_config(build("gemma3_text", **layers).config)
     assert (small.num_hidden_layers, small.layer_types) == (2, ["sliding_attention", "full_attention"])
 
 

@@ -9,7 +9,7 @@ from parity import assert_same_tokens
 import hf_fastpath
 from hf_fastpath import traffic
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import steps
+from hf_fastpath.decode.sources import steps
 
 globals().update(architecture_tests("falcon"))
 

@@ -7,7 +7,7 @@ import torch
 from models import CPU, fresh, over_architectures, prompt
 
 import hf_fastpath
-from hf_fastpath.decode.patched import paused
+from hf_fastpath.decode.loops.patched import paused
 from hf_fastpath.patching import forwards
 
 

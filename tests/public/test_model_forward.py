@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_fastpath
-from hf_fastpath.decode import pass_through
+from hf_fastpath.decode.model import pass_through
 
 
 def put_loss(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import hf_fastpath
-from hf_fastpath.decode.patched import paused
+from hf_fastpath.decode.loops.patched import paused
 from hf_fastpath.linears.packed_linear import PackedLinear
 
 #: with an untied head, a tied one, and recorded families with both

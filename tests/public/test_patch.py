@@ -167,7 +167,7 @@ def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
 FILES = (
     *("patching/api.py", "patching/analyse.py", "patching/apply.py", "patching/copies.py", "patching/coverage.py"),
     *("patching/ledger.py", "patching/plan.py", "patching/reporting.py", "patching/state.py"),
-    *("architecture.py", "decode/structure.py", "decode/parts.py"),
+    *("architecture.py", "decode/model/structure.py", "decode/model/parts.py"),
 )
 
 

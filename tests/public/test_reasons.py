@@ -40,11 +40,12 @@ from transformers.models.llama import modeling_llama
 import hf_fastpath
 from hf_fastpath import FallbackError
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import fetch, page_lock, plan_cache
-from hf_fastpath.decode.offloaded import Waiting
-from hf_fastpath.decode.patched import paused
-from hf_fastpath.decode.ranks import Ranks
-from hf_fastpath.decode.structure import ModelPart
+from hf_fastpath.decode.loops.patched import paused
+from hf_fastpath.decode.model.structure import ModelPart
+from hf_fastpath.decode.placed import fetch, page_lock
+from hf_fastpath.decode.placed.offloaded import Waiting
+from hf_fastpath.decode.plans import plan_cache
+from hf_fastpath.decode.ranks.process_group import Ranks
 from hf_fastpath.native import loader
 from hf_fastpath.patching.module_patch import KEY
 from hf_fastpath.patching.reporting import Report

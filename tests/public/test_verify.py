@@ -11,8 +11,8 @@ from models import CPU, VOCAB, WINDOW, assert_same_instances, build, heldout_tok
 from parity import rng_state
 
 import hf_fastpath
-from hf_fastpath.decode.loop import _Loop
-from hf_fastpath.decode.plan import DecodePlan
+from hf_fastpath.decode.loops.sample import _Loop
+from hf_fastpath.decode.plans.decode_plan import DecodePlan
 
 ROWS = ["short", "padded", "long", "sampling"]
 WITH_WINDOW = ["short", "padded", "long", "window edge", "sampling"]

@@ -10,7 +10,7 @@ from test_weights_that_are_no_tensors import quantize_dynamic
 from torch import nn
 
 import hf_fastpath
-from hf_fastpath.decode import steps
+from hf_fastpath.decode.sources import steps
 
 CPU = torch.device("cpu")
 

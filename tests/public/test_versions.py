@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError, compat
-from hf_fastpath.decode import steps
+from hf_fastpath.decode.sources import steps
 from hf_fastpath.patching import passed_twins, selftest
 
 ROOT = Path(__file__).resolve().parents[2]

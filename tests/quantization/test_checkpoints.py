@@ -10,7 +10,7 @@ from models import SHORT, build, counting, require_native
 from torch import nn
 
 import hf_fastpath
-from hf_fastpath.decode.named_calls import run
+from hf_fastpath.decode.calls.named_calls import run
 from hf_fastpath.errors import NoCounterpart
 from hf_fastpath.linears.checkpoints import FAMILIES, family_of
 from hf_fastpath.linears.packed_linear import PackedLinear

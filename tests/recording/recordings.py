@@ -14,13 +14,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import named_calls
-from hf_fastpath.decode.named_calls import Call, Norm
-from hf_fastpath.decode.pass_table import Pass
-from hf_fastpath.decode.rank_calls import gathered
+from hf_fastpath.decode.calls import named_calls
+from hf_fastpath.decode.calls.named_calls import Call, Norm
+from hf_fastpath.decode.calls.pass_table import Pass
+from hf_fastpath.decode.ranks.rank_calls import gathered
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.probing import evaluate
-from hf_fastpath.recording.recording import Recording, registers_in
+from hf_fastpath.recording.recorded_step import Recording, registers_in
 from hf_fastpath.recording.skeleton import Skeleton
 from hf_fastpath.recording.stand_ins import StandIns
 from hf_fastpath.recording.step import record

@@ -12,12 +12,12 @@ from parity import assert_same_tokens
 from transformers import BartForConditionalGeneration
 
 import hf_fastpath
-from hf_fastpath.decode.encoded import Seen
+from hf_fastpath.decode.plans.encoded import Seen
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.part import RecordedPart
 from hf_fastpath.recording.placed_part import RecordedAlone
-from hf_fastpath.recording.recording import Unrecordable
+from hf_fastpath.recording.recorded_step import Unrecordable
 
 
 def part_of(model) -> RecordedPart:

@@ -13,17 +13,17 @@ from models import CPU, counting, require_native
 import hf_fastpath
 from hf_fastpath import logs
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import pass_dump, pass_table
-from hf_fastpath.decode import passes as of_steps
-from hf_fastpath.decode.call_text import texts
-from hf_fastpath.decode.named_calls import Call, Register
-from hf_fastpath.decode.pass_dump import DUMP
-from hf_fastpath.decode.pass_table import Pass, PassTable, declare, switched_off
-from hf_fastpath.decode.rank_arguments import state_of_run
+from hf_fastpath.decode.calls import pass_dump, pass_table
+from hf_fastpath.decode.calls.call_text import texts
+from hf_fastpath.decode.calls.named_calls import Call, Register
+from hf_fastpath.decode.calls.pass_dump import DUMP
+from hf_fastpath.decode.calls.pass_table import Pass, PassTable, declare, switched_off
+from hf_fastpath.decode.ranks.rank_arguments import state_of_run
+from hf_fastpath.decode.run import passes as of_steps
 from hf_fastpath.patching import passed_twins
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording.passes import PASSES
-from hf_fastpath.recording.recording import Recording
+from hf_fastpath.recording.recorded_step import Recording
 from hf_fastpath.recording.skeleton import Skeleton
 from hf_fastpath.recording.step import record
 

@@ -13,8 +13,8 @@ from parity import assert_same_tokens, both
 from recorded_types import TABLES, over_types, pair_or_skip
 
 import hf_fastpath
-from hf_fastpath.decode.named_calls import tensors_in
-from hf_fastpath.decode.stages import Stages
+from hf_fastpath.decode.calls.named_calls import tensors_in
+from hf_fastpath.decode.placed.stages import Stages
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import placed_part
 from hf_fastpath.recording.placed_part import PlacedPart

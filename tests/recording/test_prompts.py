@@ -17,7 +17,7 @@ from models import CPU, counting, require_native
 
 import hf_fastpath
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import prompt as prompts
+from hf_fastpath.decode.loops import prompt as prompts
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import prompts as recorded_prompts
 

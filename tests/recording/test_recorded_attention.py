@@ -13,7 +13,7 @@ from torch import nn
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.passes import PASSES, head_norms, lengths, modules, own_attention, passed, products, views
 from hf_fastpath.recording.passes import attention as heads
-from hf_fastpath.recording.recording import Unrecordable
+from hf_fastpath.recording.recorded_step import Unrecordable
 
 _aten = torch.ops.aten
 functional = nn.functional

@@ -32,7 +32,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode.plan import DecodePlan
+from hf_fastpath.decode.plans.decode_plan import DecodePlan
 from hf_fastpath.errors import FallbackError
 from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.patching.state import state_of

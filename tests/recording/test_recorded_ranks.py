@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_fastpath.compat import ShardStyle
-from hf_fastpath.decode.rank_calls import SHARD_KEY, Shard, gathered, own_inputs, summed
+from hf_fastpath.decode.ranks.rank_calls import SHARD_KEY, Shard, gathered, own_inputs, summed
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.passes import joined_products, late_sums, passed, products, views
 from hf_fastpath.recording.probing import evaluate

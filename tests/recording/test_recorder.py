@@ -35,7 +35,7 @@ from hf_fastpath.recording import marks
 from hf_fastpath.recording.passes import passed
 from hf_fastpath.recording.placed_part import RecordedAlone
 from hf_fastpath.recording.probing import seeded
-from hf_fastpath.recording.recording import Unrecordable
+from hf_fastpath.recording.recorded_step import Unrecordable
 from hf_fastpath.recording.skeleton import Skeleton
 from hf_fastpath.recording.step import record, why_other_in_training
 

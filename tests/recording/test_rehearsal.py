@@ -33,7 +33,9 @@ def found(noting: Recorder, made) -> tuple[RecordingCache, list]:
             cache = made(noting)
     finally:
         recorder.reset(token)
-    known = [[(each.shape, each.stride(), each.dtype, each.device) for each in states.values()] for states in cache.states()]
+    known = [
+        [(each.shape, each.stride(), each.dtype, each.device) for each in states.values()] for states in cache.states()
+    ]
     return cache, known
 
 

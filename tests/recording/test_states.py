@@ -17,8 +17,8 @@ import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.cache.states import KeysAndStatesLayer, StateLayer
 from hf_fastpath.compat import CACHE
-from hf_fastpath.patching.selftest import twin_config
 from hf_fastpath.patching.state import state_of
+from hf_fastpath.patching.twin_config import twin_config
 from hf_fastpath.recording.part import RecordedPart
 
 #: of each test every other case; all of them with ``--full``

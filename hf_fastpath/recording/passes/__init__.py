@@ -1,6 +1,6 @@
 """Passes over a recorded list, each of which recognizes one thing; in their order.
 
-A pass takes a :class:`..recording.Recording` and changes its calls; what it does not recognize it leaves alone.
+A pass takes a :class:`..recorded_step.Recording` and changes its calls; what it does not recognize it leaves alone.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Collection
 
 from torch import nn
 
-from ...decode.pass_table import PassTable, declare
-from ..recording import Recording
+from ...decode.calls.pass_table import PassTable, declare
+from ..recorded_step import Recording
 from ..stand_ins import StandIns
 from .fused import FUSED
 from .lengths import check_lengths, follow_count

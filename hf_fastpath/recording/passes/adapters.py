@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
-from ...decode.weight import AdaptedWeight, Adapter
+from ...decode.calls.named_calls import Call, Register
+from ...decode.model.weight import AdaptedWeight, Adapter
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
-from ..recording import Recording
+from ..recorded_step import Recording
 from ..stand_ins import StandIns
 from .products import is_bare
 

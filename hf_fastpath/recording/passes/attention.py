@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from ...choices import NormKind
-from ...decode import composed
-from ...decode.named_calls import Call, HeadNorms, Register
+from ...decode.calls.named_calls import Call, HeadNorms, Register
+from ...decode.lower import composed
 from ...ops.rope_append import rotate
 from .. import marks
 from ..lowering import takes_product
 from ..probing import agree, structure
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 from .regions import Memory
 from .showing import alike, shown
 
@@ -75,9 +75,15 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         arguments |= {name: attend.arguments.get(name) for name in ("slopes", "bias", "encoded")}
         q, k = recording.fact(attend.arguments["q"]), recording.fact(append.arguments["k"])
         arguments |= dict(
-            sources=list(sources), grouped=layout == "grouped", cos=turned[0], sin=turned[1], pairs=pairs,
-            num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3],
-        )  # fmt: skip
+            sources=list(sources),
+            grouped=layout == "grouped",
+            cos=turned[0],
+            sin=turned[1],
+            pairs=pairs,
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[3],
+        )
         if factor is not None:
             arguments["factor"] = tables[factor]
         if eps is not None:

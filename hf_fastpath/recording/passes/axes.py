@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from .. import marks
-from ..recording import Recording
+from ..recorded_step import Recording
 from .regions import Memory
 
 _aten = torch.ops.aten

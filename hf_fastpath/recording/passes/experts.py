@@ -10,13 +10,13 @@ from torch import nn
 
 from ... import compat
 from ...choices import Activation
-from ...decode.named_calls import Call, by_name
+from ...decode.calls.named_calls import Call, by_name
 from ...ops.fused_experts import EXPERT_GATES, UNGATED
 from ...ops.fused_experts import reference as fused_experts
 from ...registry import PLAIN_TENSORS
 from .. import marks
 from ..probing import MISFITS, seeded
-from ..recording import Recording, Unrecordable
+from ..recorded_step import Recording, Unrecordable
 
 _aten = torch.ops.aten
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...decode.pass_table import Pass
+from ...decode.calls.pass_table import Pass
 from . import (
     attention,
     head_norms,

@@ -10,10 +10,10 @@ from torch import nn
 
 from ... import ops
 from ...choices import GateActivation
-from ...decode.named_calls import Call
+from ...decode.calls.named_calls import Call
 from .. import marks
 from ..probing import agree, evaluate, inner_only, seeded
-from ..recording import Recording, Span
+from ..recorded_step import Recording, Span
 from .modules import EPSILONS, structure_of_span
 
 #: calls that a norm with a gate takes at most, with conversions between dtypes

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, HeadNorms, Register
+from ...decode.calls.named_calls import Call, HeadNorms, Register
 from ...registry import PLAIN_TENSORS
 from .. import marks
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
 

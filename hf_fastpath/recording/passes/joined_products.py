@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
-from ...decode.rank_calls import gathered
+from ...decode.calls.named_calls import Call, Register
+from ...decode.ranks.rank_calls import gathered
 from ...ops.gather_ranks import MAX_PARTS
 from ...ops.joined_gemv import MAX_WEIGHTS
 from ...ops.peers import ELEMENTS
 from .. import marks
 from ..lowering import takes_product
-from ..recording import Recording
+from ..recorded_step import Recording
 from .products import is_bare
 
 _aten = torch.ops.aten

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
-from ...decode.rank_calls import summed
-from ..recording import Recording, read_by
+from ...decode.calls.named_calls import Call, Register
+from ...decode.ranks.rank_calls import summed
+from ..recorded_step import Recording, read_by
 from .views import RESHAPES
 
 _aten = torch.ops.aten

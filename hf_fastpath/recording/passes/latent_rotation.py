@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from ...choices import Rotation
-from ...decode import composed
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
+from ...decode.lower import composed
 from .. import marks
 from ..probing import agree
-from ..recording import Recording
+from ..recorded_step import Recording
 from .attention import angle_formulas, emit_angles, fronts
 from .showing import alike, shown
 
@@ -36,8 +36,12 @@ def latent_rotations(recording: Recording, model: nn.Module) -> None:
             angles[place] = emit_angles(recording, formula, tables, made, dtype, _WAYS[rotation])
         q, turned = recording.fact(attend.arguments["q"]), append.arguments["v"]
         batch, heads, query_len, dim = q.shape
-        rows = recording.call(_aten.view.default, q.new_empty(batch, query_len, heads, dim), self=sources[0],
-                              size=[batch, query_len, heads, dim])  # fmt: skip
+        rows = recording.call(
+            _aten.view.default,
+            q.new_empty(batch, query_len, heads, dim),
+            self=sources[0],
+            size=[batch, query_len, heads, dim],
+        )
         queries = recording.call(_aten.transpose.int, q, self=rows.out, dim0=1, dim1=2)
         size = list(recording.fact(turned).shape)
         keys = recording.call(_aten.view.default, recording.fact(turned), self=sources[2], size=size)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call
+from ...decode.calls.named_calls import Call
 from .. import marks
-from ..recording import Recording, Unrecordable, read_by
+from ..recorded_step import Recording, Unrecordable, read_by
 from ..text_lengths import FloatOfLength, IntOfLength
 
 _aten = torch.ops.aten

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
-from ..recording import Recording
+from ...decode.calls.named_calls import Call, Register
+from ..recorded_step import Recording
 
 _aten = torch.ops.aten
 

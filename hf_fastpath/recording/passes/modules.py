@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ...choices import Activation, NormKind
-from ...decode.named_calls import Call, Norm, Register
+from ...decode.calls.named_calls import Call, Norm, Register
 from .. import marks
 from ..probing import agree, evaluate, inner_only, seeded, structure
-from ..recording import Recording, Span
+from ..recorded_step import Recording, Span
 
 _aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ...choices import NormKind
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from ...registry import FLOAT_DTYPES
 from .. import marks
-from ..recording import Recording
+from ..recorded_step import Recording
 
 _aten = torch.ops.aten
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
-from ...decode.rank_calls import gathered
+from ...decode.calls.named_calls import Call, Register
+from ...decode.ranks.rank_calls import gathered
 from ...ops.fused_swiglu import GATES
 from ...registry import FLOAT_DTYPES
 from .. import marks
 from ..lowering import takes_product
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 from .products import is_bare
 from .views import RESHAPES
 

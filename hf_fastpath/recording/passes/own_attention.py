@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded, wide
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
 

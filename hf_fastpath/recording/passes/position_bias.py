@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from .. import marks
 from ..probing import MISFITS, evaluate, seeded
-from ..recording import BiasTable, Recording, Unrecordable, read_by
+from ..recorded_step import BiasTable, Recording, Unrecordable, read_by
 
 
 def position_biases(recording: Recording, model: nn.Module) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ...choices import Activation, NormKind
-from ...decode.named_calls import Call, Register
-from ...decode.rank_calls import COLLECTIVES, summed
+from ...decode.calls.named_calls import Call, Register
+from ...decode.ranks.rank_calls import COLLECTIVES, summed
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..lowering import takes_product
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
 

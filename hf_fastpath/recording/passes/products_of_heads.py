@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from ...ops.head_products import MAX_INPUTS
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
-from ..recording import Recording
+from ..recorded_step import Recording
 
 _aten = torch.ops.aten
 
@@ -52,17 +52,24 @@ def convolutions(recording: Recording, model: nn.Module) -> None:
             _aten.unfold.default, x.unfold(2, width, 1), self=call.arguments["input"], dimension=2, size=width, step=1
         )
         shape = [batch, groups, -1, count, width]
-        grouped = recording.call(_aten.view.default, x.new_empty(shape[:2] + [inputs // width, count, width]),
-                                 self=seen.out, size=shape)  # fmt: skip
-        ordered = recording.call(_aten.permute.default, recording.fact(grouped.out).permute(0, 3, 1, 2, 4),
-                                 self=grouped.out, dims=[0, 3, 1, 2, 4])  # fmt: skip
+        grouped = recording.call(
+            _aten.view.default, x.new_empty(shape[:2] + [inputs // width, count, width]), self=seen.out, size=shape
+        )
+        ordered = recording.call(
+            _aten.permute.default,
+            recording.fact(grouped.out).permute(0, 3, 1, 2, 4),
+            self=grouped.out,
+            dims=[0, 3, 1, 2, 4],
+        )
         rows = x.new_empty(batch * count, groups, inputs)
         flat = recording.call(_aten.view.default, rows, self=ordered.out, size=list(rows.shape))
         of_groups = weight.detach().view(groups, channels // groups, inputs)
-        product = recording.call(marks.head_products, rows.new_empty(batch * count, groups, channels // groups),
-                                 x=flat.out, weight=of_groups)  # fmt: skip
-        back = recording.call(_aten.view.default, x.new_empty(batch, count, channels),
-                              self=product.out, size=[batch, count, channels])  # fmt: skip
+        product = recording.call(
+            marks.head_products, rows.new_empty(batch * count, groups, channels // groups), x=flat.out, weight=of_groups
+        )
+        back = recording.call(
+            _aten.view.default, x.new_empty(batch, count, channels), self=product.out, size=[batch, count, channels]
+        )
         made = [seen, grouped, ordered, flat, product, back]
         if bias is not None:
             made.append(recording.call(_aten.add.Tensor, recording.fact(back.out), self=back.out, other=bias))

@@ -5,7 +5,7 @@ Why a pass comes behind another one was found by moving it in front: small model
 
 from __future__ import annotations
 
-from ...decode.pass_table import Pass
+from ...decode.calls.pass_table import Pass
 from . import (
     adapters,
     axes,

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from .. import marks
-from ..recording import Recording, is_mutable, read_by
+from ..recorded_step import Recording, is_mutable, read_by
 
 _aten = torch.ops.aten
 
@@ -139,11 +139,7 @@ class Borders:
                 waiting += [writer.out for writer in self._writers.get(group, ())]
         ordered = sorted(calls.values(), key=lambda call: self._places[id(call)])
         inner = {call.out.index for call in ordered if call.out.index in dependent} | {state.index}
-        if any(
-            id(reader) not in calls
-            for index in inner - {result.index}
-            for reader in self._readers.get(index, ())
-        ):  # fmt: skip
+        if any(id(reader) not in calls for index in inner - {result.index} for reader in self._readers.get(index, ())):
             return None
         given = {call.out.index for call in ordered} | inputs.keys()
         blanks = [each for call in ordered for each in read_by(call) if call.op in _LIKE and each.index not in given]

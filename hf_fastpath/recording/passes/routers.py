@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ...choices import Scoring
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from ...ops.choose_experts import MAX_EXPERTS, MAX_GROUPS
 from ...ops.choose_experts import reference as choose_experts
 from ...ops.fused_experts import MAX_TOP_K
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..probing import MISFITS, agree, evaluate
-from ..recording import Recording, between_marks, read_by
+from ..recorded_step import Recording, between_marks, read_by
 from .attention import structure_of
 from .products import is_bare
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from ...choices import Activation
-from ...decode.named_calls import Call, Register
+from ...decode.calls.named_calls import Call, Register
 from ...ops.fused_experts import MAX_TOP_K
 from ...ops.fused_swiglu import GATES
 from ...registry import FLOAT_DTYPES, PLAIN_TENSORS
 from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
 

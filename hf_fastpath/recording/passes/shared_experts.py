@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from ...choices import Activation
-from ...decode.named_calls import Call
+from ...decode.calls.named_calls import Call
 from ...ops.fused_experts import MAX_TOP_K
 from ...ops.fused_swiglu import GATES
 from ...registry import PLAIN_TENSORS
 from .. import marks
-from ..recording import Recording, read_by
+from ..recorded_step import Recording, read_by
 from .products import only_reader
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Register
+from ...decode.calls.named_calls import Register
 from ..probing import MISFITS, evaluate, seeded
-from ..recording import Recording
+from ..recorded_step import Recording
 from ..skeleton import past_tokens
 from .lengths import at_position
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ... import ops
-from ...decode.named_calls import Call
+from ...decode.calls.named_calls import Call
 from ...ops.short_convolution import ACTIVATIONS
 from .. import marks
 from ..probing import MISFITS, agree, evaluate, seeded
-from ..recording import Recording, is_effect
+from ..recorded_step import Recording, is_effect
 from .attention import structure_of
 from .regions import Borders, Region
 
@@ -168,9 +168,11 @@ def _tried(
     if any(not each.is_floating_point() for each in facts) or result.dtype not in {each.dtype for each in facts}:
         return None
     shapes = _Shapes(
-        recording.batch, tuple(state.shape), [each.numel() for each in facts],
+        recording.batch,
+        tuple(state.shape),
+        [each.numel() for each in facts],
         [_held(each).numel() for each in region.parameters],
-    )  # fmt: skip
+    )
     possible = list(itertools.islice(roles_of(shapes), 1000))
     if not possible:
         return None
@@ -191,10 +193,11 @@ def _tried(
         state_name = next(name for name, each in roles.items() if isinstance(each, _Given) and each.kind == "state")
         mine = before.clone()
         arguments = {
-            name: values[each.kind][each.place].reshape(each.shape) if isinstance(each, _Given) and name != state_name
+            name: values[each.kind][each.place].reshape(each.shape)
+            if isinstance(each, _Given) and name != state_name
             else each
             for name, each in roles.items()
-        }  # fmt: skip
+        }
         arguments[state_name] = mine.view(roles[state_name].shape)
         try:
             made = op.reference(**arguments).reshape(expected.shape)
@@ -321,6 +324,7 @@ def _space_roles(shapes: _Shapes) -> Iterator[_Roles]:
                 roles["state"] = _Given("state", 0, (*row, state_size))
                 for a_log, d, dt_bias in _parameters(shapes, math.prod(of_rates), of_one, of_one):
                     yield roles | dict(
-                        a_log=_parameter(a_log, *of_rates), d=_parameter(d, *of_step),
+                        a_log=_parameter(a_log, *of_rates),
+                        d=_parameter(d, *of_step),
                         dt_bias=_parameter(dt_bias, *of_step),
-                    )  # fmt: skip
+                    )

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...decode.named_calls import Call, Register, bound, tensors_in
-from ..recording import Recording, read_by, registers_in
+from ...decode.calls.named_calls import Call, Register, bound, tensors_in
+from ..recorded_step import Recording, read_by, registers_in
 from .lengths import follows_length
 
 _aten = torch.ops.aten

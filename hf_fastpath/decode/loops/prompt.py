@@ -1,0 +1,324 @@
+"""A whole prompt, op by op: what a decode plan does for one token is done for many.
+
+The layers are the calls of :mod:`..sources.steps`. Ops that are made for a few rows are replaced by what is fast for
+many (:mod:`..lower.many_rows`): matrix products of PyTorch's libraries, and PyTorch's fused attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import compat
+from ...cache.fastpath_cache import FastpathCache
+from ...cache.layer import FastpathLayer
+from ...cache.states import StateLayer
+from ...native.heap import reading_prompt
+from ...ops.decode_attention import MAX_QUERY_LEN
+from ...ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS
+from ...ops.kv_cache import KVCache
+from ..calls.named_calls import Register
+from ..lower.attend import Attention
+from ..lower.positions import Positions
+from ..lower.which_op import Lower
+from ..placed.fetch import program_of
+from ..plans.angles import angles_at, has_angles
+from ..plans.draft_plan import DraftPlan, DraftReader
+from ..plans.plan_cache import PlanCache
+from ..sources.prompts import PromptInputs
+from ..sources.step_source import StepSource
+from . import multimodal
+from .generate_calls import position_ids_of
+
+_aten = torch.ops.aten
+
+#: devices on which a plan is one launch, while a program is one launch for every call
+_CAPTURES = frozenset({"cuda"})
+#: programs kept for one model; there is one for each size of prompt that kernels for a few rows take
+MAX_PROGRAMS = 16
+
+
+@dataclass
+class Prompt:
+    """New tokens that follow what a cache holds.
+
+    Attributes:
+        tokens: int64 [batch, query_len].
+        positions: int64 [batch or 1, query_len], their position ids.
+        starts: int64 [batch], left padding of each row, or None for none.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    starts: torch.Tensor | None
+
+    def chunks(self, size: int | None) -> Iterator[Prompt]:
+        """Yield the tokens in chunks of ``size``, or all at once."""
+        size = size or max(1, self.tokens.shape[1])
+        for tokens, positions in zip(self.tokens.split(size, dim=1), self.positions.split(size, dim=1)):
+            yield Prompt(tokens, positions, self.starts)
+
+
+def repeats(tokens: torch.Tensor, count: int | None, cache: FastpathCache) -> int:
+    """Return how many neighboring rows of ``tokens``, [batch, seq_len], are one prompt, which is then read once.
+
+    The result is ``count`` if the rows are equal and an empty ``cache`` with pages lets them share it, else 1.
+    """
+    if not count or count == 1 or len(tokens) % count or cache.page_size is None or cache.get_seq_length():
+        return 1
+    groups = tokens.unflatten(0, (-1, count))
+    return count if bool((groups == groups[:, :1]).all()) else 1
+
+
+def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
+    """Whether there are new tokens, and their rows are those of what ``cache`` holds."""
+    batch, query_len = prompt.tokens.shape
+    if prompt.positions.shape[-1] != query_len or query_len == 0:
+        return False
+    if not cache.get_seq_length():
+        return not any(layer.states for layer in cache.state_layers)
+    batches = [layer.batch_size for layer in cache.key_layers]
+    batches += [len(state) for layer in cache.state_layers for state in layer.states]
+    return set(batches) == {batch}
+
+
+def _keys_and_values(layer: Any) -> KVCache:
+    """Return where a layer of a cache keeps keys and values; nowhere if it keeps states alone."""
+    return layer.kv_cache() if isinstance(layer, FastpathLayer) else KVCache(None, None)
+
+
+def _states(layer: Any) -> list[torch.Tensor]:
+    return layer.states if isinstance(layer, StateLayer) else []
+
+
+def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt) -> bool:
+    """Whether :func:`read` can take the prompt; else stock code has to."""
+    return _continues(cache, prompt) and _form(part, cache, prompt) is not None
+
+
+def _form(part: StepSource, cache: FastpathCache, prompt: Prompt) -> Any:
+    batch, query_len = prompt.tokens.shape
+    return part.prompts.form(prompt.tokens.device, (batch, query_len), cache.get_seq_length())
+
+
+class PromptProgram:
+    """The calls that run a model over a prompt, recorded without a prompt.
+
+    Args:
+        part: the model.
+        form: see ``Prompts.form``.
+        at_once: ops for a few rows take all tokens of the prompt.
+        rows: tokens of all sequences; the number does not matter if it is more than kernels for a few rows take.
+        batch: sequences.
+        has_padding: whether rows begin with padding.
+        caches: names of the buffers of each layer's cache.
+        states: number of states of each layer.
+    """
+
+    def __init__(
+        self,
+        part: StepSource,
+        form: Any,
+        at_once: bool,
+        rows: int,
+        batch: int,
+        has_padding: bool,
+        caches: tuple[tuple[str, ...], ...],
+        states: tuple[int, ...],
+    ):
+        self._program = program_of(part, part.embedding.weight.device)
+        emit = self._program.emit
+        register = self._program.register
+        self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))
+        self._starts = register() if has_padding else None
+        buffers: list[dict[str, Any]] = [{name: register() for name in names} for names in caches]
+        self._caches = [KVCache(**each) if each else KVCache(None, None) for each in buffers]
+        self._states = [[register() for _ in range(count)] for count in states]
+        self._angles = {kind: (register(), register()) for kind in (part.rope_kinds if has_angles(part) else ())}
+        self._sizes: dict[Callable[[int], Any], Register] = {}
+        to = Lower(emit, rows, many=not at_once, attention=None if at_once else self._attention)
+        at = Positions(self._angles, self._lengths, self._starts)
+        memory = self._caches, self._states
+        given = PromptInputs(form, batch, self._tokens, self._positions, *memory, at, self._size)
+        logits = part.prompts.record(self._program, to, Lower(emit, batch), given)
+        emit(_aten.select.int, logits, 1, 0)
+
+    def _size(self, formula: Callable[[int], Any]) -> Register:
+        """Return a register that holds what ``formula`` makes of the number of new tokens."""
+        if formula not in self._sizes:
+            self._sizes[formula] = self._program.register()
+        return self._sizes[formula]
+
+    def run(
+        self,
+        prompt: Prompt,
+        past: int,
+        lengths: torch.Tensor,
+        starts: torch.Tensor | None,
+        cache: FastpathCache,
+        angles: dict,
+    ) -> torch.Tensor:
+        """Append the prompt to a cache; return [batch, vocab_size] logits of the token that follows.
+
+        Args:
+            prompt: the tokens.
+            past: tokens that a row of the cache holds before the prompt.
+            lengths: int32 [batch], tokens that the cache holds with the prompt.
+            starts: int32 [batch], left padding of each row, or None for none.
+            cache: with room for the prompt.
+            angles: see ``Positions``.
+        """
+        batch, query_len = prompt.tokens.shape
+        attention = Attention(query_len, past + query_len, lengths, starts)
+        given: list[tuple[Any, Any]] = [
+            (self._tokens, prompt.tokens),
+            (self._positions, prompt.positions.expand(batch, -1)),
+        ]
+        given += [(self._lengths, lengths), (self._attention, attention)]
+        given += [(register, formula(query_len)) for formula, register in self._sizes.items()]
+        if self._starts is not None:
+            given.append((self._starts, starts))
+        given += zip(self._caches, map(_keys_and_values, cache.layers))
+        for registers, layer in zip(self._states, cache.layers):
+            given += zip(registers, _states(layer))
+        for kind in angles:
+            given += zip(self._angles[kind], angles[kind])
+        return self._program.run_once(given)
+
+
+def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[tuple, PromptProgram]) -> torch.Tensor:
+    """Run the model over the prompt and append it to ``cache``.
+
+    Args:
+        part: the model, without a reason against a decode plan.
+        cache: of the same batch, or empty.
+        prompt: one that :func:`is_readable`.
+        programs: the programs of earlier calls of this model as it is now. A program in use is taken out, and a missing
+            one is added.
+
+    Returns:
+        [batch, vocab_size] logits of the token that follows.
+    """
+    batch, query_len = prompt.tokens.shape
+    past, dtype, device = cache.get_seq_length(), part.embedding.weight.dtype, prompt.tokens.device
+    form = _form(part, cache, prompt)
+    if not past:
+        part.prompts.prepare(cache, batch)
+    cache.reserve(query_len)
+    lengths = torch.full((batch,), past + query_len, dtype=torch.int32, device=device)
+    starts = None if prompt.starts is None else prompt.starts.to(torch.int32)
+    rows = batch * query_len
+    # a few tokens of a conversation take one pass over the weights, as one token does
+    at_once = device.type == "cpu" and rows <= MAX_ROWS
+    layers = cache.layers[: len(part.layers)]
+    memory = tuple(_keys_and_values(each).names() for each in layers), tuple(len(_states(each)) for each in layers)
+    how = at_once, min(rows, MAX_WGMMA_ROWS + 1), batch, starts is not None, *memory
+    program = programs.pop((key := (id(form), *how)), None) or PromptProgram(part, form, *how)
+    angles = {}
+    if has_angles(part):
+        angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
+    logits = program.run(prompt, past, lengths, starts, cache, angles)
+    programs[key] = program
+    for oldest in list(programs)[:-MAX_PROGRAMS]:
+        programs.pop(oldest, None)  # None: another thread may have taken it
+    cache.advance(query_len)
+    for layer in cache.state_layers:
+        layer.pass_prompt()
+    return logits
+
+
+def read_turn(
+    part: StepSource, cache: FastpathCache, prompt: Prompt, plan_of: Callable[[int], DraftPlan]
+) -> torch.Tensor | None:
+    """Do as :func:`read` for a few tokens of one sequence behind others, which a plan reads as it reads drafts.
+
+    Args:
+        part, cache, prompt: as for :func:`read`.
+        plan_of: makes or finds the plan of a width.
+
+    Returns:
+        The logits, or None if the prompt is anything else.
+    """
+    (batch, count), past = prompt.tokens.shape, cache.get_seq_length()
+    if prompt.tokens.device.type not in _CAPTURES or batch != 1 or count > MAX_QUERY_LEN or not past:
+        return None
+    # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
+    if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):
+        return None
+    if not _continues(cache, prompt) or part.drafts_reason(past, past + 1) is not None:
+        return None
+    tokens, positions = torch.cat((prompt.tokens, prompt.positions)).tolist()
+    if positions != list(range(positions[0], positions[0] + count)):
+        return None
+    reader = DraftReader(plan_of, cache, torch.tensor(positions[:1], device="cpu"), prompt.starts)
+    try:
+        return reader.read_piece(tokens)[-1:]
+    finally:
+        reader.end()
+
+
+def read_text(
+    plans: PlanCache,
+    model: Any,
+    part: StepSource,
+    ids: torch.Tensor,
+    config: Any,
+    model_kwargs: dict,
+    starts: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run the prompt of ``generate()`` and append it to the cache, by :func:`read_turn`, :func:`read` or the model.
+
+    Args:
+        plans: of the model, with its programs.
+        model, part: the model.
+        ids, config, model_kwargs: of ``generate()``.
+        starts: [batch], left padding of each row, or None.
+
+    Returns:
+        [batch, vocab_size] logits of the first token.
+    """
+    weight = part.embedding.weight
+    hidden_bytes = ids.numel() * weight.shape[-1] * weight.itemsize if weight.device.type == "cpu" else 0
+    cache = model_kwargs[compat.CACHE]
+    with reading_prompt(hidden_bytes):
+        if multimodal.has_more_than_tokens(part, model_kwargs):
+            return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
+        alike = repeats(ids, config.num_return_sequences, cache)
+        if alike == 1:
+            return _read_rows(plans, model, part, ids, config, model_kwargs, starts)
+        rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
+        rows = {name: t[::alike] for name, t in rows.items() if t is not None and len(t) == len(ids)}
+        starts = None if starts is None else starts[::alike]
+        logits = _read_rows(plans, model, part, ids[::alike], config, model_kwargs | rows, starts)
+        cache.batch_repeat_interleave(alike)
+        return logits.repeat_interleave(alike, dim=0)
+
+
+def _read_rows(
+    plans: PlanCache,
+    model: Any,
+    part: StepSource,
+    ids: torch.Tensor,
+    config: Any,
+    model_kwargs: dict,
+    starts: torch.Tensor | None,
+) -> torch.Tensor:
+    """Do as :func:`read_text` for every row of ``ids``."""
+    cache = model_kwargs[compat.CACHE]
+    tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
+    positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
+    given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
+    logits = read_turn(part, cache, given, functools.partial(plans.draft_plan, part, cache))
+    if logits is None and is_readable(part, cache, given):
+        programs = plans.prompt_programs_of(part)
+        with compat.below_autograd():
+            for chunk in given.chunks(config.prefill_chunk_size):
+                logits = read(part, cache, chunk, programs)
+    if logits is None:
+        with compat.text_cache(cache).reading_prompt():
+            logits = compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
+    return logits

@@ -1,0 +1,276 @@
+"""The decode plans of one model that wait for a call, and how the model was when they were made."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from ...cache.fastpath_cache import FastpathCache
+from ...reasons import Cause
+from ..sources.step_source import StepSource
+from ..state.snapshot import Snapshot, walk_of
+from .decode_plan import DecodePlan
+from .draft_plan import WIDTHS, DraftPlan
+from .plan_by_length import AnyPlan, PlanByLength
+
+#: decode plans kept for one model; they differ in batch size, KV type and the way to choose tokens
+MAX_PLANS = 4
+#: plans that verify drafts: all widths for two KV types
+MAX_DRAFT_PLANS = 2 * len(WIDTHS)
+#: recordings of one model that are kept, each of other Python values that it was made with
+MAX_RECORDINGS = 8
+#: calls of generate() that our loops serve at once: each has plans of its own, which take tens of megabytes on a GPU
+MAX_CALLS = 4
+
+Plan = TypeVar("Plan", bound=DecodePlan)
+
+
+class Family(Protocol):
+    """A family of models, which finds the roles inside a model: a described architecture, or the recorder."""
+
+    @property
+    def module(self) -> str:
+        """Name of the transformers module that defines the model's class."""
+
+    def model_part(self, model: nn.Module) -> StepSource | None:
+        """Return ``model`` in its roles as it is now, or None if it does not belong to the family."""
+
+
+class _Place:
+    """A place that a running call holds."""
+
+
+class PlanCache:
+    """Decode plans, draft plans and prompt programs of one model; iterating gives the plans that no call uses.
+
+    A call takes the plans that it needs for itself, and each plan comes back when it ends.
+
+    Attributes:
+        family: gives the model in its roles, or None if only modules are patched.
+        running: the places that :meth:`place` has given to calls of our loops.
+        snapshot: the model as it was when it was last looked at closely: when a plan could be made of it or, of a
+            recorded model, also when there was a reason against that.
+        lock: guards plans and places; it is held only for a moment.
+    """
+
+    def __init__(self) -> None:
+        self.family: Family | None = None
+        self.snapshot: Snapshot | None = None
+        self._declined: tuple[StepSource, str] | None = None
+        self._looked_at: Snapshot | None = None  # of a recorded model that nobody has asked for a reason
+        self._waiting: list[DecodePlan] = []
+        self._kept: list[Snapshot] = []  # of recorded models, the last used one first
+        self._misses = 0  # recordings that were made one after the other, with no call in between that one served
+        self._call: tuple[Any, StepSource | None] | None = None  # see part_in_call()
+        self.forget_other_threads()
+
+    def forget_other_threads(self) -> None:
+        """Forget what threads hold: in the child of a fork, these threads do not exist."""
+        self.lock = threading.RLock()
+        self.running: weakref.WeakSet[_Place] = weakref.WeakSet()
+
+    def __iter__(self) -> Iterator[DecodePlan]:
+        return iter(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def clear(self) -> None:
+        """Forget all plans and programs."""
+        self._waiting.clear()
+        self._kept.clear()
+        self.snapshot = self._looked_at = self._call = self._declined = None
+        self._misses = 0
+
+    @contextmanager
+    def place(self) -> Iterator[bool]:
+        """Take one of the MAX_CALLS places for calls that run at once, for the length of a ``with`` block.
+
+        Yields:
+            Whether there was a free place.
+        """
+        mine = _Place()  # places are held weakly, so the place of a call that was broken off does not count
+        try:
+            with self.lock:
+                is_free = len(self.running) < MAX_CALLS
+                if is_free:
+                    self.running.add(mine)
+            yield is_free
+        finally:
+            with self.lock:
+                self.running.discard(mine)
+
+    # ---- plans ------------------------------------------------------------------------------------------------
+
+    def decode_plan(self, part: StepSource, batch: int, cache: FastpathCache, sampled: bool = False) -> AnyPlan:
+        """Take a decode plan for this model, batch and cache; it is the caller's until the caller ends it.
+
+        A plan is made if other calls use those that fit, or the model's parameters have moved since.
+        """
+        if part.by_length.is_bounded(batch):
+            make = lambda each: self.plan_of(each, batch, cache, sampled)  # noqa: E731
+            return PlanByLength(part, self.fingerprint_of(part), batch, cache.get_seq_length(), make)
+        return self.plan_of(part, batch, cache, sampled)
+
+    def plan_of(self, part: StepSource, batch: int, cache: FastpathCache, sampled: bool = False) -> DecodePlan:
+        """Do as :meth:`decode_plan`, for the lengths of the text that ``part`` serves."""
+        cache.take()
+        key = batch, cache.stored_dtype, sampled, cache.page_sizes
+        fits = lambda plan: (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key  # noqa: E731
+        return self._taken(part, DecodePlan, fits, lambda: DecodePlan(part, *key))
+
+    def draft_plan(self, part: StepSource, cache: FastpathCache, width: int) -> DraftPlan:
+        """Do as :meth:`decode_plan` for drafts of one sequence; ``width`` is one of ``draft_plan.WIDTHS``."""
+        cache.take()
+        key = cache.stored_dtype, width, cache.page_sizes
+        fits = lambda plan: (plan.kv_dtype, plan.query_len, plan.page_sizes) == key  # noqa: E731
+        return self._taken(part, DraftPlan, fits, lambda: DraftPlan(part, *key))
+
+    def _taken(self, part: StepSource, kind: type[Plan], fits: Callable[[Any], bool], make: Callable[[], Plan]) -> Plan:
+        """Take or make a plan of a kind; waiting plans whose model has changed are dropped."""
+        fingerprint = self.fingerprint_of(part)
+        with self.lock:
+            waiting = [plan for plan in self._waiting if plan.fingerprint == fingerprint]
+            found = next((plan for plan in waiting if type(plan) is kind and fits(plan)), None)
+            self._drop_plans(fingerprint, taken=found)
+        taken = make() if found is None else found
+        taken.on_end = self._take_back
+        return taken
+
+    def _drop_plans(self, fingerprint: tuple, taken: DecodePlan | None = None) -> None:
+        """Keep the waiting plans of the model as it is, but the one that is taken, and those of recordings that are
+        kept; what other plans hold of the host's memory is needed now."""
+        kept = [each for each in self._kept if not each.part.sources]
+        of_lengths = (other for each in kept for other in each.part.by_length.fingerprints())
+        fingerprints = {fingerprint, *(each.fingerprint for each in kept), *of_lengths}
+        self._waiting = [plan for plan in self._waiting if plan.fingerprint in fingerprints and plan is not taken]
+
+    def _take_back(self, plan: DecodePlan) -> None:
+        """Put a plan in front of those that wait; of each kind, only the newest stay."""
+        most = MAX_DRAFT_PLANS if type(plan) is DraftPlan else MAX_PLANS
+        with self.lock:
+            alike = [each for each in self._waiting if type(each) is type(plan)]
+            self._waiting = [plan, *(each for each in self._waiting if each not in alike[most - 1 :])]
+
+    # ---- the model as it is now -------------------------------------------------------------------------------
+
+    def part_of(self, model: nn.Module) -> StepSource | None:
+        """Return ``model`` in its roles as it is now, or None if it is of no family."""
+        last = self.snapshot
+        for snapshot in (last, self._looked_at):
+            if snapshot is None or snapshot.part.source is not model or snapshot.part.is_passing:
+                continue
+            if snapshot.holds():
+                self._misses = 0 if snapshot is last else self._misses
+                snapshot.part.look_again()
+                return snapshot.part
+        self.snapshot = self._looked_at = None
+        if self.family is None:
+            return None
+        made = self.family.model_part(model)
+        found = None if made is None else self._kept_like(made, last)
+        if found is None:
+            if made is not None and made.held is not None:  # else calls that ask for no reason record it each time
+                self._looked_at = Snapshot(made, made.held)
+            return made
+        self._misses, self.snapshot = 0, found
+        found.part.look_again()
+        return found.part
+
+    def part_in_call(self, model: nn.Module, call: Any, is_last: bool = False) -> StepSource | None:
+        """Do as :meth:`part_of`, which looks at the model once in a call of ``generate()``.
+
+        Args:
+            call: the call's own configuration, which no other call has.
+            is_last: whether the call does not ask again.
+        """
+        asked, self._call = self._call, None
+        part = asked[1] if asked is not None and asked[0] is call else self.part_of(model)
+        if not is_last:
+            self._call = call, part
+        return part
+
+    def _kept_like(self, made: StepSource, last: Snapshot | None) -> Snapshot | None:
+        """Return what is known of a model whose values are those that ``made`` has just found, or None.
+
+        Args:
+            last: the snapshot of the model before, which may differ in objects that are equal.
+        """
+        with self.lock:
+            kept = self._kept or [each for each in (last,) if each is not None]
+        if not kept:
+            return None
+        walk = walk_of(made) if made.held is None else made.held
+        for snapshot in kept:
+            is_alike = snapshot.part.source is made.source and type(snapshot.part) is type(made)
+            if is_alike and not snapshot.what_differs(walk):
+                snapshot.renew(walk)
+                with self.lock:
+                    if self._kept:
+                        self._kept = [snapshot, *(each for each in self._kept if each is not snapshot)]
+                return snapshot
+        return None
+
+    def reason_of(self, part: StepSource) -> str | None:
+        """Return ``part.reason()`` for a part of the model as it is now. Without a reason or if it is recorded,
+        :meth:`part_of` gives the same part as long as the model stays so."""
+        if (snapshot := self._snapshot_with(part)) is not None:
+            return snapshot.reason
+        is_changing = part.takes_long and self._misses >= MAX_RECORDINGS
+        reason = self._changing(part) if is_changing else part.reason()
+        self._declined = None if reason is None else (part, reason)
+        if is_changing or part.is_passing:
+            self._looked_at = None
+            return reason
+        if reason is None or part.takes_long:
+            looked = self._looked_at
+            made = looked if looked is not None and looked.part is part else Snapshot(part)
+            made.reason = reason
+            with self.lock:
+                if part.takes_long:
+                    self._keep(made)
+                self._drop_plans(made.fingerprint)
+            self.snapshot = made
+            self._misses += 1
+        return reason
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        """Put a snapshot in front of those that are kept; of weights that are gone nothing is kept."""
+        kept = [each for each in self._kept if each.part.source is snapshot.part.source]
+        self._kept = [snapshot, *(each for each in kept if each.tensors <= snapshot.tensors)][:MAX_RECORDINGS]
+
+    def _changing(self, part: StepSource) -> Cause:
+        """Return a reason for a model whose Python values are others in every call."""
+        found = self._kept[0].what_differs(walk_of(part)) if self._kept else []
+        return Cause("changing_values", ", ".join(found[:3]), part.source)
+
+    def known_reason_of(self, part: StepSource) -> str | None:
+        """Do as :meth:`reason_of`, but if that takes long, return only what has been found before, as for a call that
+        stock code makes in any case."""
+        if not part.takes_long:
+            return self.reason_of(part)
+        declined = self._declined  # another thread may replace it at any time
+        return declined[1] if declined is not None and declined[0] is part else None
+
+    def _snapshot_with(self, part: StepSource) -> Snapshot | None:
+        snapshot = self.snapshot  # another thread may replace it at any time
+        return snapshot if snapshot is not None and snapshot.part is part else None
+
+    def snapshot_of(self, part: StepSource) -> Snapshot:
+        """Return the model as it is now, for a part without a reason that :meth:`part_of` has just given."""
+        return self._snapshot_with(part) or Snapshot(part)
+
+    def fingerprint_of(self, part: StepSource) -> tuple:
+        """Return ``part.fingerprint()`` for a part that :meth:`part_of` has just given."""
+        snapshot = self._snapshot_with(part)
+        return part.fingerprint() if snapshot is None else snapshot.fingerprint
+
+    def prompt_programs_of(self, part: StepSource) -> dict[tuple, Any]:
+        """Return the programs for ``prompt.read``, for a part that :meth:`part_of` has just given."""
+        snapshot = self._snapshot_with(part)
+        return {} if snapshot is None else snapshot.prompt_programs

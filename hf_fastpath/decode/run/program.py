@@ -1,0 +1,162 @@
+"""A list of op calls that is recorded once and run often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from ...reasons import Cause
+from ..calls.named_calls import Call, Register, Step, bound, by_name
+from .passes import passed
+
+#: function, arguments, where values go (a list, a place in it, a register), register of the result
+_Bound = tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]
+
+
+class Program:
+    """A list of calls over numbered registers. The program itself knows no op.
+
+    Args:
+        values: of registers that the program shares with others; None for registers of its own.
+
+    Attributes:
+        values: values of the registers.
+        calls: the calls in order; calls that have run are not changed any more.
+    """
+
+    def __init__(self, values: list[Any] | None = None) -> None:
+        self.values: list[Any] = [] if values is None else values
+        self.calls: list[Call] = []
+        self._passed = 0  # number of calls that the passes have seen
+        self._bound: list[_Bound] | None = None
+        self._read_last: list[list[int]] | None = None  # of each call: registers that no later call reads
+
+    def register(self, value: Any = None) -> Register:
+        """Make a new register that holds ``value``."""
+        self.values.append(value)
+        return Register(len(self.values) - 1)
+
+    def emit(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
+        """Record a call. Registers may lie in lists and in values.
+
+        Returns:
+            The register that holds the result once the program has run.
+        """
+        call = Call(op, by_name(op, positional, named), self.register())
+        self.calls.append(call)
+        return call.out
+
+    def move_to(self, device: torch.device) -> None:
+        """Note that the calls to come run on ``device``; a program of one device need not know."""
+
+    def shared(self, tensor: torch.Tensor, is_constant: bool = False) -> Any:
+        """Return what calls on all devices are given for a tensor on the first one.
+
+        Args:
+            is_constant: the tensor only changes before :meth:`renew`.
+        """
+        return tensor
+
+    def copied_here(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the next call reads of a model's tensor that is on another device: a copy, as of :meth:`renew`.
+
+        A program of one device need not copy.
+        """
+        return tensor
+
+    def renew(self) -> None:
+        """Note that constant shared tensors have changed."""
+
+    @property
+    def notes(self) -> Sequence[Cause]:
+        """What bounds the speed of the calls, or keeps them from being captured."""
+        return ()
+
+    def optimize(self, step: Step) -> None:
+        """Apply the passes to the calls that were recorded since the last time."""
+        noted = self.calls[self._passed :]
+        self.calls[self._passed :] = passed(noted, self.register, step)
+        self._passed = len(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def op_names(self) -> list[str]:
+        """Return the names of the calls in order."""
+        return [call.name for call in self.calls]
+
+    def _bind(self) -> list[_Bound]:
+        made = []
+        for call in self.calls:
+            op, ordered = bound(call.op, call.arguments)
+            given = [list(a) if isinstance(a, list) else a for a in ordered]
+            lists = [given, *(a for a in given if isinstance(a, list))]
+            holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
+            made.append((op, given, holes, call.out.index))
+        self._bound = made
+        return made
+
+    def run(self) -> None:
+        """Make every call."""
+        values = self.values
+        for op, arguments, holes, out in self._bound or self._bind():
+            for target, place, index in holes:
+                target[place] = values[index]
+            values[out] = op(*arguments)
+
+    def run_once(self, given: Iterable[tuple[Any, Any]]) -> Any:
+        """Make every call.
+
+        A register is emptied after the last call that reads it, so that no more memory is in use than if the calls
+        stood one below the other in a function.
+
+        Args:
+            given: pairs of a register and its value at first, or of a value with registers in it and one with tensors.
+
+        Returns:
+            The result of the last call.
+        """
+        calls = self._bound or self._bind()
+        if self._read_last is None:
+            last = {i: place for place, (*_, holes, out) in enumerate(calls) for i in (out, *(i for *_, i in holes))}
+            self._read_last = [[] for _ in calls]
+            for index, place in last.items():
+                self._read_last[place].append(index)
+            self._read_last[-1].clear()  # the result stays
+        values = self.values
+        for register, value in given:
+            self.put(register, value)
+        try:
+            for (op, arguments, holes, out), done in zip(calls, self._read_last):
+                for target, place, index in holes:
+                    target[place] = values[index]
+                values[out] = op(*arguments)
+                for target, place, _ in holes:
+                    target[place] = None
+                for index in done:
+                    values[index] = None
+            return values[out]
+        finally:  # empties the registers that no call reads, and after an exception all of them
+            self.release()
+            values[:] = [None] * len(values)
+
+    def put(self, register: Any, value: Any) -> None:
+        """Fill a register; or fill the registers in a value with what another such value holds, or with None."""
+        if isinstance(register, Register):
+            self.values[register.index] = value
+        elif is_dataclass(register):
+            for field in fields(register):
+                self.put(getattr(register, field.name), None if value is None else getattr(value, field.name))
+
+    def captured(self, capture: Callable[[Callable[[], None], torch.device], Any], device: torch.device) -> Any:
+        """Capture the calls, which have run before, by ``graph.capture``; return what replays them."""
+        return capture(self.run, device)
+
+    def release(self) -> None:
+        """Let go of the arguments of the calls; the registers keep their values."""
+        for _, _, holes, _ in self._bound or ():
+            for target, place, _ in holes:
+                target[place] = None
