@@ -26,7 +26,16 @@ MEMBERS = {
     if isinstance(each, property | FunctionType) and not name.startswith("_")
 }
 #: what is known of an instance alone
-_OF_INSTANCES = {"module", "architecture", "windows", "is_multimodal", "has_encoder", "token_shape", "by_length"}
+_OF_INSTANCES = {
+    "module",
+    "architecture",
+    "windows",
+    "is_multimodal",
+    "has_encoder",
+    "token_shape",
+    "by_length",
+    "prompts",
+}
 
 
 def described() -> StepSource:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from ..decode.calls.named_calls import Call
-from .recorded_step import OwnPadding, Unrecordable, read_by, registers_in
+from .recorded_step import OwnPadding, Recording, Unrecordable, read_by, registers_in
 from .skeleton import Skeleton
 from .step import record
 
@@ -40,11 +40,31 @@ def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) ->
             given[name] = value
         else:
             return f"{name} is a {type(value).__name__}"
-    with_them, without = record(skeleton, batch, 1, given), record(skeleton, batch, 1)
+    tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+    return _how_they_differ(record(skeleton, batch, 1, given), record(skeleton, batch, 1), tensors)
+
+
+def why_padding_matters(recorded: Callable[[bool], Recording]) -> str | None:
+    """Return why a prompt with padding is read otherwise than by attention that does not see the padding, or None.
+
+    Args:
+        recorded: records the prompt, given a mask of the text or not.
+
+    Raises:
+        Unrecordable: the prompt cannot be recorded so.
+    """
+    return _how_they_differ(recorded(True), recorded(False), ["attention_mask"])
+
+
+def _how_they_differ(with_them: Recording, without: Recording, tensors: list[str]) -> str | None:
+    """Return in what recordings with further arguments and without them differ, or None.
+
+    Args:
+        tensors: names of the arguments that are tensors, in their order.
+    """
     for recording in (with_them, without):
         recording.drop_unread()
-    first = with_them.positions.index + 1
-    numbers = {first + place: name for place, name in enumerate(n for n, v in given.items() if torch.is_tensor(v))}
+    numbers = dict(enumerate(tensors, with_them.positions.index + 1))
     read = {numbers[each.index] for call in with_them.calls for each in read_by(call) if each.index in numbers}
     if read:
         return f"{', '.join(sorted(read))} is read with every token"

@@ -17,12 +17,13 @@ from ..decode.run.program import Program
 from ..decode.sources.prompts import PromptInputs, empty_states
 from ..ops.gemv import MAX_ROWS
 from . import marks
+from .arguments import why_padding_matters
 from .looked_at import LookedAt
 from .lowering import Lowering
 from .proof import prompts_agree
 from .recorded_step import Recording
 from .text_lengths import Served
-from .whole_step import count_like, whole_prompt
+from .whole_step import count_like, recorded_prompt, whole_prompt
 
 #: what attention of a prompt does not add to its scores
 #: recordings of a number of sequences, each of other numbers of new tokens
@@ -80,11 +81,12 @@ class RecordedPrompts:
         self._known: dict[tuple[int, bool], list[Recording]] = {}
         #: the same, and the number of new tokens with which a recording was tried
         self._tried: set[tuple[int, bool, int]] = set()
+        self._padded: dict[tuple[int, int, bool], bool] = {}  # the same -> whether padding matters to attention alone
         self._asked: set[int] = set()  # numbers of sequences of which there was a prompt
         self._in_trial: Recording | None = None
 
-    def form(self, device: torch.device, shape: tuple[int, int], past: int) -> Recording | None:
-        """Return the recording of a prompt of this shape, [batch, query_len], behind ``past`` tokens, or None."""
+    def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Recording | None:
+        """Return the recording that reads a prompt, or None."""
         batch, count = shape
         if self._in_trial is not None:
             return self._in_trial
@@ -100,13 +102,22 @@ class RecordedPrompts:
         # a recording behind any number of tokens is the best, and there is none of states that are not there yet
         ways = [False] if past else [True] if self._has_states else [False, True]
         for begins in ways:
-            for found in self._known.get((batch, begins), []):
-                if _serves(found.served, past, count):
-                    return found
-            found = self._proven(batch, begins, count)
+            known = (each for each in self._known.get((batch, begins), []) if _serves(each.served, past, count))
+            found = next(known, None) or self._proven(batch, begins, count)
             if found is not None and _serves(found.served, past, count):
-                return found
+                return found if not is_padded or self._hides_padding(found, begins) else None
         return None
+
+    def _hides_padding(self, recording: Recording, begins: bool) -> bool:
+        """Whether nothing but attention is to see which tokens are padding."""
+        key = recording.batch, int(recording.query_len), begins
+        if key not in self._padded:
+            recorded = functools.partial(recorded_prompt, self._looked_at.skeleton_as_now, *key)
+            try:
+                self._padded[key] = why_padding_matters(recorded) is None
+            except Exception:  # as in _proven()
+                self._padded[key] = False
+        return self._padded[key]
 
     @property
     def _has_states(self) -> bool:
@@ -165,4 +176,6 @@ class RecordedPrompts:
             held |= {register.index: each for register, each in zip(registers, memory, strict=True)}
         size = lambda formula: given.size(_Size(formula, found.count))  # noqa: E731
         at = {device: given.at for device in part.devices}
-        return Lowering(part, program, to, found, held, given.caches, at, last, size).run()
+        logits = Lowering(part, program, to, found, held, given.caches, at, last, size).run()
+        is_last = found.fact(found.logits).shape[1] == 1
+        return logits if is_last else to.emit(torch.ops.aten.narrow.default, logits, 1, -1, 1)

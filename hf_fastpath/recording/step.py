@@ -49,8 +49,8 @@ def record(
         arguments: what the forward is given besides, by name; tensors hold no data.
         lengths: tokens that the cache says it holds, and places of an encoder's output; None for many.
         with_mask: the forward is given a mask of all tokens, which hides none.
-        is_any: the step is to be that of any number of new tokens but 1, with the logits of the last; ``query_len`` is
-            then a number that no other size is, nor a multiple of it.
+        is_any: the step is to be that of any number of new tokens but 1; ``query_len`` is then a number that no other
+            size is, nor a multiple of it. The logits may be those of the last token alone.
         begins: the new tokens are the first of their text.
 
     Raises:
@@ -212,7 +212,8 @@ def _record(
     if noting.refused is not None:
         raise noting.refused
     cache.keep(_read_layers(noting.calls, cache.kinds))
-    if tuple(logits.shape[:2]) != (batch * math.prod(skeleton.token_shape), 1 if is_any else query_len):
+    kept = {query_len, 1} if is_any else {query_len}
+    if logits.shape[0] != batch * math.prod(skeleton.token_shape) or int(logits.shape[1]) not in kept:
         raise Unrecordable(f"logits of shape {tuple(logits.shape)}")
     appended = Counter(call.arguments["layer"] for call in noting.calls if call.op is marks.append)
     if (layer := next((layer for layer, count in appended.items() if count > 1), None)) is not None:

@@ -34,7 +34,8 @@ def whole_step(
 
 
 def whole_prompt(skeleton: Skeleton, batch: int, count: int, begins: bool) -> Recording:
-    """Do as :func:`whole_step` for any number of new tokens but 1; the logits are those of the last token.
+    """Do as :func:`whole_step` for any number of new tokens but 1; the logits are those of the last token, if the model
+    can make these alone.
 
     Args:
         count: number of new tokens when it is recorded, of :func:`count_like`.
@@ -43,10 +44,17 @@ def whole_prompt(skeleton: Skeleton, batch: int, count: int, begins: bool) -> Re
     Raises:
         Unrecordable: the model cannot be recorded so.
     """
-    if not compat.takes_logits_to_keep(skeleton.model):
-        raise Unrecordable("logits of all tokens of a prompt")
-    kept = {compat.LOGITS_TO_KEEP: 1}
-    return _passed(skeleton, lambda: record(skeleton, batch, count, kept, is_any=True, begins=begins))
+    return _passed(skeleton, lambda: recorded_prompt(skeleton, batch, count, begins))
+
+
+def recorded_prompt(skeleton: Skeleton, batch: int, count: int, begins: bool, with_mask: bool = False) -> Recording:
+    """Do as :func:`whole_prompt` before all passes.
+
+    Args:
+        with_mask: the forward is given a mask of all tokens, which hides none.
+    """
+    kept = {compat.LOGITS_TO_KEEP: 1} if compat.takes_logits_to_keep(skeleton.model) else None
+    return record(skeleton, batch, count, kept, with_mask=with_mask, is_any=True, begins=begins)
 
 
 def _passed(skeleton: Skeleton, recorded: Callable[[], Recording]) -> Recording:

@@ -95,14 +95,21 @@ def _states(layer: Any) -> list[torch.Tensor]:
     return layer.states if isinstance(layer, StateLayer) else []
 
 
-def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt) -> bool:
-    """Whether :func:`read` can take the prompt; else stock code has to."""
-    return _continues(cache, prompt) and _form(part, cache, prompt) is not None
+def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt, size: int | None = None) -> bool:
+    """Whether :func:`read` can take the prompt, in chunks of ``size``; else stock code has to."""
+    if not _continues(cache, prompt):
+        return False
+    past = cache.get_seq_length()
+    for chunk in prompt.chunks(size):
+        if _form(part, chunk, past) is None:
+            return False
+        past += chunk.tokens.shape[1]
+    return True
 
 
-def _form(part: StepSource, cache: FastpathCache, prompt: Prompt) -> Any:
+def _form(part: StepSource, prompt: Prompt, past: int) -> Any:
     batch, query_len = prompt.tokens.shape
-    return part.prompts.form(prompt.tokens.device, (batch, query_len), cache.get_seq_length())
+    return part.prompts.form(prompt.tokens.device, (batch, query_len), past, prompt.starts is not None)
 
 
 class PromptProgram:
@@ -205,7 +212,7 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
     """
     batch, query_len = prompt.tokens.shape
     past, dtype, device = cache.get_seq_length(), part.embedding.weight.dtype, prompt.tokens.device
-    form = _form(part, cache, prompt)
+    form = _form(part, prompt, past)
     if not past:
         part.prompts.prepare(cache, batch)
     cache.reserve(query_len)
@@ -313,7 +320,7 @@ def _read_rows(
     positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
     given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
     logits = read_turn(part, cache, given, functools.partial(plans.draft_plan, part, cache))
-    if logits is None and is_readable(part, cache, given):
+    if logits is None and is_readable(part, cache, given, config.prefill_chunk_size):
         programs = plans.prompt_programs_of(part)
         with compat.below_autograd():
             for chunk in given.chunks(config.prefill_chunk_size):

@@ -26,7 +26,7 @@ class DescribedPrompts:
     def __init__(self, part: ModelPart):
         self._part = part
 
-    def form(self, device: torch.device, shape: tuple[int, int], past: int) -> Any:
+    def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Any:
         """Return the model, or None: ops do not read a prompt if attention is more than softmax and no kernel does
         that, if a window ends inside the prompt, if MLPs are mixtures, or if layers are on several devices."""
         return self._part if self._are_read(device, past + shape[1]) else None

@@ -63,9 +63,16 @@ class CachedAttention(Protocol):
 class Prompts(Protocol):
     """The prompts of a model, as the model is now."""
 
-    def form(self, device: torch.device, shape: tuple[int, int], past: int) -> Any:
-        """Return what prompts have in common that one list of calls reads, of this shape, [batch, query_len], and
-        behind ``past`` tokens: an object that lives as long as the source does. None if stock code reads the prompt."""
+    def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Any:
+        """Return what prompts have in common that one list of calls reads: an object that lives as long as the source
+        does. None if stock code reads the prompt.
+
+        Args:
+            device: of the prompt.
+            shape: [batch, query_len].
+            past: tokens before the prompt.
+            is_padded: rows begin with padding.
+        """
 
     def prepare(self, cache: FastpathCache, batch: int) -> None:
         """Make an empty cache ready for a prompt."""
