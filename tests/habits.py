@@ -174,6 +174,86 @@ def tried_cache(layer, x, length):
         return x
 
 
+# ---- what layers make of the number of new tokens --------------------------------------------------------------------
+
+
+def alone(layer, x, length):
+    return x * 0.5 if x.shape[1] == 1 else x
+
+
+def beyond_new(layer, x, length):
+    return x * 2 if x.shape[1] > 40 else x
+
+
+def at_multiples_of_new(layer, x, length):
+    return x * 0.5 if x.size(1) % 8 == 0 else x
+
+
+def by_number_of_new(layer, x, length):
+    return x / x.shape[-2] ** 0.5
+
+
+def by_elements(layer, x, length):
+    return x * (x.numel() / 1000)
+
+
+def by_len(layer, x, length):
+    return torch.stack([row * len(row) / 10 for row in x])
+
+
+def in_a_loop_of_new(layer, x, length):
+    return x * (1 + sum(0.01 for _ in range(x.shape[1])))
+
+
+def rows_one_by_one(layer, x, length):
+    return torch.stack([row * 1.1 for row in x.unbind(1)], dim=1)
+
+
+def shifted(layer, x, length):
+    return x + 0.5 * torch.nn.functional.pad(x, (0, 0, 3, 0))[:, : x.shape[1]]
+
+
+def rolled(layer, x, length):
+    return x + 0.5 * x.roll(1, dims=1)
+
+
+def of_the_first_half(layer, x, length):
+    return x + x[:, : (x.shape[1] + 1) // 2].mean(1, keepdim=True)
+
+
+def of_all_before(layer, x, length):
+    return x + 0.1 * x.cumsum(1)
+
+
+def of_the_mean(layer, x, length):
+    return x + x.mean(1, keepdim=True)
+
+
+def by_places(layer, x, length):
+    return x * (1 + torch.arange(x.shape[1])[None, :, None] / 50)
+
+
+def in_pieces(layer, x, length):
+    return torch.cat([piece * 1.1 for piece in x.split(16, dim=1)], dim=1)
+
+
+def in_halves(layer, x, length):
+    return torch.cat([piece.flip(1) for piece in x.chunk(2, dim=1)], dim=1)
+
+
+#: habits of prompts
+NEW_TOKENS = (
+    *("alone", "beyond_new", "at_multiples_of_new", "by_number_of_new", "by_elements", "by_len", "in_a_loop_of_new"),
+    *("rows_one_by_one", "shifted", "rolled", "of_the_first_half", "of_all_before", "of_the_mean", "by_places"),
+    *("in_pieces", "in_halves"),
+)
+#: those of which lists of calls can be made
+READ_BY_LISTS = (
+    *("alone", "beyond_new", "at_multiples_of_new", "by_number_of_new", "by_elements"),
+    *("shifted", "rolled", "of_the_first_half", "of_all_before", "of_the_mean", "by_places", "in_halves"),
+)
+
+
 HABITS: dict[str, Any] = {
     each.__name__: each
     for each in (
@@ -191,6 +271,7 @@ HABITS: dict[str, Any] = {
         ),
         *(remembered, remembered_by_length, filled_global, filled_list, filled_class, filled_attribute, plain_tensor),
         *(tried_number, tried_item, tried_numpy, tried_cache),
+        *(globals()[name] for name in NEW_TOKENS),
     )
 }
 

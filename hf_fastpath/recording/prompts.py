@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -33,7 +34,10 @@ _OTHER_SCORES = "bias", "row_biases", "encoded"
 
 @functools.lru_cache(maxsize=1024)
 def _computed(size: _Size, count: int) -> Any:
-    return sympy_interp(PythonReferenceAnalysis, {size.count: count}, size.formula)
+    found = sympy_interp(PythonReferenceAnalysis, {size.count: count}, size.formula)
+    if isinstance(found, sympy.Basic):
+        return int(found) if found.is_Integer else float(found)
+    return found
 
 
 @dataclass(frozen=True)

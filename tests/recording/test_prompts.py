@@ -12,7 +12,7 @@ import habits
 import pytest
 import torch
 from causal_lm_types import VOCAB, small_model
-from habits import HABITS, NEW_TOKENS, READ_BY_LISTS, habit_model
+from habits import NEW_TOKENS, READ_BY_LISTS, RECORDABLE, habit_model
 from models import CPU, counting, require_native
 
 import hf_fastpath
@@ -20,6 +20,9 @@ from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.loops import prompt as prompts
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import prompts as recorded_prompts
+
+#: of each test every other case; all of them with ``--full``
+pytestmark = pytest.mark.every(2)
 
 GREEDY = dict(max_new_tokens=5, do_sample=False)
 #: type -> what there is of it in prompts
@@ -36,8 +39,12 @@ TYPES = {
     "xglm": "positions of sines that are looked up",
 }
 EXPERTS = {"deepseek_v3"}
+#: types whose forward reads few tokens, or a whole number of chunks, otherwise
+STATES = {"lfm2", "mamba2", "qwen3_5_text"}
+#: types in which attention alone sees padding
+PADDED = {"bert", "glm4", "minicpm3", "mpt", "xglm"}
 #: numbers of tokens beside those with which prompts are recorded, and around chunks of states
-LENGTHS = (1, 2, 3, 8, 9, 16, 17, 28, 29, 30, 40, 64, 65, 130)
+LENGTHS = (1, 3, 8, 9, 16, 17, 29, 64, 65)
 
 
 @pytest.fixture(autouse=True)
@@ -100,12 +107,14 @@ def assert_equal(ours, stock, ids: torch.Tensor, **options) -> None:
 def test_lengths(name, monkeypatch):
     stock, ours = pair(name)
     ours.generate(ids_of(5), **GREEDY)  # stock's modules read the first one
+    read = []
     for length in LENGTHS:
         with reads(monkeypatch) as shapes:
             assert_equal(ours, stock, ids_of(length))
-        if 4 <= length <= 16 or (length < 64 and name not in EXPERTS):
-            is_alike = length > 3 or name not in ("lfm2", "mamba2", "qwen3_5_text")  # a convolution's window is filled
-            assert shapes == [(1, length)] * is_alike, length
+        if length <= 16 or name not in EXPERTS:
+            assert shapes == [(1, length)] or name in STATES, length
+            read += shapes
+    assert len(read) > 4
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -114,12 +123,14 @@ def test_sequences_and_padding(name, monkeypatch):
     ids = ids_of(20, 3)
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
-    for options in ({}, {}, dict(attention_mask=mask), dict(attention_mask=mask, position_ids=None)):
+    for is_padded in (False, False, True):
+        options = dict(attention_mask=mask) if is_padded else {}
+        given = ids * mask if is_padded else ids
         with reads(monkeypatch) as shapes, counting(ours) as counts:
-            found = ours.generate(ids * mask if options else ids, **GREEDY, **options)
-        assert torch.equal(found, stock.generate(ids * mask if options else ids, **GREEDY, **options))
+            found = ours.generate(given, **GREEDY, **options)
+        assert torch.equal(found, stock.generate(given, **GREEDY, **options))
         assert counts.fast or "attention_mask" in counts.reasons, counts
-    assert shapes or counts.reasons or name in EXPERTS
+    assert shapes == [(3, 20)] * (name in PADDED)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -158,9 +169,9 @@ def test_one_recording_serves_all_prompts(monkeypatch):
 def test_what_a_model_makes_of_the_number_of_new_tokens(name, monkeypatch):
     """Stock's tokens on both sides of every bound; by a list where one can be made."""
     stock, ours = pair(name)
-    ours.generate(ids_of(5), **GREEDY)
     all_shapes = []
-    for length in (2, 9, 19, 20, 24, 32, 39, 40, 41, 60):
+    ours.generate(ids_of(5), **GREEDY)
+    for length in (2, 19, 24, 40, 41):
         with reads(monkeypatch) as shapes, counting(ours) as counts:
             found = ours.generate(ids_of(length), **GREEDY)
         assert torch.equal(found, stock.generate(ids_of(length), **GREEDY)), length
@@ -169,10 +180,10 @@ def test_what_a_model_makes_of_the_number_of_new_tokens(name, monkeypatch):
     assert bool(all_shapes) == (name in READ_BY_LISTS), all_shapes
 
 
-@pytest.mark.parametrize("name", [each for each in HABITS if each not in NEW_TOKENS])
+@pytest.mark.parametrize("name", [each for each in RECORDABLE if each not in NEW_TOKENS])
 def test_what_a_model_makes_of_the_length_of_the_text(name):
     stock, ours = pair(name)
-    for length in (9, 14, 15, 16, 17, 19, 21, 31, 32, 41, 49):
+    for length in (9, 15, 16, 19, 31, 41, 49):
         habits.forget_first_uses()
         expected = stock.generate(ids_of(length), **GREEDY)
         habits.forget_first_uses()
@@ -230,7 +241,7 @@ def test_a_chunked_prompt(monkeypatch):
 @pytest.mark.parametrize("weights", ("int8", "int4_g32"))
 def test_quantized_weights(weights, monkeypatch):
     require_native(CPU)
-    ours = hf_fastpath.patch(small_model("glm4", hidden_size=128), weights=weights, quiet=True)
+    ours = hf_fastpath.patch(small_model("glm4"), weights=weights, quiet=True)
     found = []
     for _ in range(2):
         with reads(monkeypatch) as shapes:
