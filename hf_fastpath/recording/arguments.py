@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -44,16 +44,10 @@ def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) ->
     return _how_they_differ(record(skeleton, batch, 1, given), record(skeleton, batch, 1), tensors)
 
 
-def why_padding_matters(recorded: Callable[[bool], Recording]) -> str | None:
-    """Return why a prompt with padding is read otherwise than by attention that does not see the padding, or None.
-
-    Args:
-        recorded: records the prompt, given a mask of the text or not.
-
-    Raises:
-        Unrecordable: the prompt cannot be recorded so.
-    """
-    return _how_they_differ(recorded(True), recorded(False), ["attention_mask"])
+def why_padding_matters(with_mask: Recording, without: Recording) -> str | None:
+    """Return why padding matters to more than attention, given a step that was recorded with a mask of the text and
+    without one; or None."""
+    return _how_they_differ(with_mask, without, ["attention_mask"])
 
 
 def _how_they_differ(with_them: Recording, without: Recording, tensors: list[str]) -> str | None:

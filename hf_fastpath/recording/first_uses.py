@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..decode.state.python_state import Walk
-from .text_lengths import known
+from .numbers_of_lengths import known
 
 _LENGTHS = torch.SymInt, torch.SymFloat, torch.SymBool
 _CACHED = functools._lru_cache_wrapper

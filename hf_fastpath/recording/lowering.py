@@ -21,9 +21,9 @@ from ..ops.kv_cache import KVCache
 from ..ops.latent_attention import MAX_RANK, MAX_ROPE_DIM
 from ..registry import FLOAT_DTYPES, PLAIN_TENSORS
 from . import marks
+from .numbers_of_lengths import follows_length
 from .recorded_step import Recording, Unrecordable, registers_in
 from .stand_ins import StandIns
-from .text_lengths import follows_length
 
 _aten = torch.ops.aten
 

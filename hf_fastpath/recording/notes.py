@@ -16,10 +16,11 @@ from ..ops.decode_attention import MAX_QUERY_LEN
 from . import marks
 from .latent import Expansion
 from .masks import POSITIONS
+from .numbers_of_lengths import follows_length
 from .overloads import functional_overload
 from .recorded_step import EncodedLayer, Span, Unrecordable, behind
 from .skeleton import Skeleton, past_tokens
-from .text_lengths import Lengths, follows_length
+from .text_lengths import Lengths
 
 #: places of an encoder's output
 _ENCODED = 1009

@@ -71,8 +71,8 @@ def _is_of_prompts(call: Call) -> bool:
 class RecordedPrompts:
     """The recordings that prompts of a recorded model are read by.
 
-    A recording takes as long as stock's modules take for many prompts. So the first prompt of a number of sequences is
-    left to these modules.
+    A recording takes as long as stock's modules take for many prompts, so that a single call would lose time by it. So
+    these modules read the first prompt of a number of sequences, and the second one is recorded.
 
     Args:
         part: the model.
@@ -116,9 +116,10 @@ class RecordedPrompts:
         """Whether nothing but attention is to see which tokens are padding."""
         key = recording.batch, int(recording.query_len), begins
         if key not in self._padded:
-            recorded = functools.partial(recorded_prompt, self._looked_at.skeleton_as_now, *key)
+            skeleton = self._looked_at.skeleton_as_now
             try:
-                self._padded[key] = why_padding_matters(recorded) is None
+                without, with_mask = (recorded_prompt(skeleton, *key, with_mask=each) for each in (False, True))
+                self._padded[key] = why_padding_matters(with_mask, without) is None
             except Exception:  # as in _proven()
                 self._padded[key] = False
         return self._padded[key]

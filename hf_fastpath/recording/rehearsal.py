@@ -37,7 +37,7 @@ def cache_with_states(recorder: Recorder, batch: int) -> compat.RecordingCache:
     """
     cache = recorder.new_cache()
     try:
-        with _one_of_alike(recorder.skeleton.copy, cache):
+        with layers_alike(recorder.skeleton.copy, cache):
             rehearse(recorder, batch, cache, {})
     except Exception:  # nobody has tried this code: anything may be raised
         cache, recorder.refused = recorder.new_cache(), None
@@ -46,7 +46,7 @@ def cache_with_states(recorder: Recorder, batch: int) -> compat.RecordingCache:
 
 
 @contextmanager
-def _one_of_alike(model: nn.Module, cache: compat.RecordingCache) -> Iterator[None]:
+def layers_alike(model: nn.Module, cache: compat.RecordingCache) -> Iterator[None]:
     """Let one of layers that are alike run, for the length of a ``with`` block: the others give what that one gave, and
     their layers of the cache get states like its."""
     stacks = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == len(cache.kinds)]
@@ -67,7 +67,7 @@ def _one_of_alike(model: nn.Module, cache: compat.RecordingCache) -> Iterator[No
 
 
 def _forward(ran: dict, key: Any, cache: Any, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any):
-    key = key, *(each.shape for each in args if isinstance(each, torch.Tensor))
+    key = key, *(str(each.shape) for each in args if isinstance(each, torch.Tensor))  # sizes may be symbols
     if key not in ran:
         ran[key] = index, forward(*args, **kwargs)
     first, out = ran[key]

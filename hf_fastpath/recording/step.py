@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from .lines import where
 from .masks import ENCODED_PLACES, is_known, sees_all, window_of
 from .math_functions import functions_of_lengths
 from .noted_code import NotedCode
+from .numbers_of_lengths import known, of_known_size
 from .recorded_step import EncodedLayer, OwnPadding, Recording, Unrecordable, behind, read_by
 from .recorder import Recorder, recorder
-from .rehearsal import cache_with_states, rehearse
+from .rehearsal import cache_with_states, layers_alike, rehearse
 from .skeleton import Skeleton
 from .spread import spread_modules
-from .text_lengths import Served, known, of_known_size
+from .text_lengths import Served
 
 
 def record(
@@ -42,6 +43,8 @@ def record(
     with_mask: bool = False,
     is_any: bool = False,
     begins: bool = False,
+    one_of_alike: bool = False,
+    known_of: Served | None = None,
 ) -> Recording:
     """Record the step of ``query_len`` new tokens for each of ``batch`` sequences.
 
@@ -52,6 +55,8 @@ def record(
         is_any: the step is to be that of any number of new tokens but 1; ``query_len`` is then a number that no other
             size is, nor a multiple of it. The logits may be those of the last token alone.
         begins: the new tokens are the first of their text.
+        one_of_alike: of layers that are alike one runs, which shows what all ask of lengths; the list is not whole.
+        known_of: see ``Lengths.new_tokens``.
 
     Raises:
         Unrecordable: the step cannot be recorded; the message says which line did it.
@@ -59,7 +64,7 @@ def record(
     most = max(query_len, MAX_QUERY_LEN)
     noting = Recorder(skeleton, *lengths, most=most, begins=begins)
     token = recorder.set(noting)
-    given = batch, query_len, arguments or {}, with_mask, is_any
+    given = batch, query_len, arguments or {}, with_mask, is_any, one_of_alike, known_of
     try:
         with skeleton.lock:
             is_plain = False
@@ -154,10 +159,17 @@ def why_other_in_training(model: nn.Module, code: NotedCode | None = None) -> st
 
 
 def _record(
-    noting: Recorder, batch: int, query_len: int, arguments: dict[str, Any], with_mask: bool, is_any: bool
+    noting: Recorder,
+    batch: int,
+    query_len: int,
+    arguments: dict[str, Any],
+    with_mask: bool,
+    is_any: bool,
+    one_of_alike: bool,
+    known_of: Served | None,
 ) -> Recording:
     skeleton = noting.skeleton
-    new = noting.lengths.new_tokens(query_len, is_any)
+    new = noting.lengths.new_tokens(query_len, is_any, known_of)
     cache = noting.new_cache()
     has_states, has_encoder = any(kind.states for kind in cache.kinds), compat.has_encoder(skeleton.copy)
     if has_states and query_len > 1 and not is_any:
@@ -207,7 +219,8 @@ def _record(
             encoded = [noting.encoded(*each) for each in _without_gaps(compat.encoded_states(whole))]
             cache.keep(len(encoded))
         with modes.spans(noting), spread_modules(noting), modes.Dispatch(noting), modes.Functions(noting):
-            logits = skeleton.run(tokens, positions, whole, arguments)
+            with layers_alike(skeleton.copy, cache) if one_of_alike else nullcontext():
+                logits = skeleton.run(tokens, positions, whole, arguments)
         noting.facts = {index: of_known_size(fact) for index, fact in noting.facts.items()}
     if noting.refused is not None:
         raise noting.refused

@@ -26,6 +26,7 @@ from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from .errors import LengthTaken
 from .lines import is_of_model, line_of_frame
+from .numbers_of_lengths import IntOfLength, known, multiple_of
 
 _aten = torch.ops.aten
 
@@ -39,22 +40,6 @@ _OF_NUMBERS = frozenset({"tensor", "as_tensor", "new_tensor", "asarray", "scalar
 _MANY = 1 << 16
 #: numbers of symbols
 _NUMBERS = itertools.count()
-
-
-class IntOfLength(int):
-    """A number that a step makes of its text's length, as the number was when the step was recorded.
-
-    Attributes:
-        formula: of sympy.
-    """
-
-    formula: Any = None
-
-
-class FloatOfLength(float):
-    """Do as :class:`IntOfLength` for a number in floating point."""
-
-    formula: Any = None
 
 
 class _OverTensors(TensorReferenceAnalysis):
@@ -222,6 +207,7 @@ class Lengths:
         self._env, self._first, self._number = env, len(env.guards), past
         self._is_plain, self._are_given, self.query_len = is_plain, are_given, 1
         self._count: Any = None  # symbol of the number of new tokens
+        self._known_of: Served | None = None
         made = [self._new(*each) for each in (("past", past), ("size", past), ("encoded", encoded))]
         self._symbols = made[0].node.expr, made[2].node.expr
         self._of_sizes = made[1].node.expr
@@ -239,17 +225,23 @@ class Lengths:
         assert isinstance(made, torch.SymInt)
         return made
 
-    def new_tokens(self, count: int, is_any: bool) -> Any:
+    def new_tokens(self, count: int, is_any: bool, known_of: Served | None = None) -> Any:
         """Return the number of new tokens of each sequence, as sizes of tensors have it.
 
         Args:
             is_any: the step is to be that of any number but 1.
+            known_of: what is known of such a step already: for which lengths it is the same, and that its numbers are
+                multiples of the number of new tokens, or do not follow this. Then a plain number will do.
 
         Raises:
             LengthTaken: the model's code gets plain numbers.
         """
         self.query_len = count
         if not is_any:
+            return count
+        if known_of is not None:
+            self._known_of, self._count = known_of, known_of.new
+            self.query_len = multiple_of(count, count, self._count)
             return count
         if self._is_plain:
             raise LengthTaken("a number that is made of the number of new tokens")
@@ -279,10 +271,12 @@ class Lengths:
     @property
     def counts_any(self) -> bool:
         """Whether the number of new tokens is a symbol."""
-        return self._count is not None
+        return self._count is not None and self._known_of is None
 
     def served(self) -> Served:
         """Return the lengths of which the model's code would have asked for the same calls."""
+        if self._known_of is not None:
+            return self._known_of
         found: dict[Any, str] = {}
         for formula, _, line, is_op in self._questions():
             if isinstance(formula, sympy.Eq) and is_op and self._count not in formula.free_symbols:
@@ -342,52 +336,11 @@ class Lengths:
             return made
         if isinstance(value, (list, tuple)) and any(isinstance(each, (int, torch.SymInt)) for each in value):
             return [self.noted(each) for each in value]
+        if self._known_of is not None:
+            value = multiple_of(value, int(self.query_len), self._count)
         if self._are_given or type(value) is not int or value - self._number not in (0, self.query_len):
             return value
         made = IntOfLength(value)
         further = value - self._number
         made.formula = self._symbols[0] + (further if self._count is None or not further else self._count)
         return made
-
-
-def follows_length(value: Any) -> bool:
-    """Whether an argument is made of a length, or holds a number that is."""
-    return isinstance(value, (IntOfLength, FloatOfLength)) or (
-        isinstance(value, (list, tuple)) and any(map(follows_length, value))
-    )
-
-
-def known(value: Any) -> Any:
-    """Return an argument with plain numbers in the place of those that stand for lengths, which remember how they were
-    made."""
-    if isinstance(value, torch.SymInt):
-        return _remembering(IntOfLength, value)
-    if isinstance(value, torch.SymFloat):
-        return _remembering(FloatOfLength, value)
-    if isinstance(value, torch.SymBool):
-        return bool(value)
-    if isinstance(value, (list, tuple)) and any(isinstance(each, torch.SymInt) for each in value):
-        return [known(each) for each in value]
-    return value
-
-
-def _remembering(kind: type, value: Any) -> Any:
-    node = value.node
-    fixed = node.maybe_as_int() if kind is IntOfLength else node.maybe_as_float()
-    if fixed is not None:
-        return fixed
-    made = kind(node.hint)
-    made.formula = node.expr
-    return made
-
-
-def of_known_size(tensor: Any) -> Any:
-    """Return a tensor without data whose sizes are plain numbers, in the place of one whose sizes stand for lengths."""
-    if not isinstance(tensor, torch.Tensor) or not tensor._has_symbolic_sizes_strides:
-        return tensor
-    sizes = [[_hint(each) for each in sizes] for sizes in (tensor.shape, tensor.stride())]
-    return torch.empty_strided(*sizes, dtype=tensor.dtype, device=tensor.device)
-
-
-def _hint(size: Any) -> int:
-    return size.node.hint if isinstance(size, torch.SymInt) else size

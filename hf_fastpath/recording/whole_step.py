@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from .. import compat
 from .errors import StandInRead, Unrecordable
+from .numbers_of_lengths import is_multiple
 from .passes import passed
 from .recorded_step import Recording
 from .skeleton import Skeleton
 from .step import record
+from .text_lengths import Served
 
 #: numbers of new tokens with which prompts are recorded: more than kernels for a few rows take, and not so many that
 #: passes, which compute with them, take long
@@ -44,17 +47,35 @@ def whole_prompt(skeleton: Skeleton, batch: int, count: int, begins: bool) -> Re
     Raises:
         Unrecordable: the model cannot be recorded so.
     """
+    served = _served_alike(skeleton, batch, count, begins)
+    if served is not None:
+        return _passed(skeleton, lambda: recorded_prompt(skeleton, batch, count, begins, known_of=served))
     return _passed(skeleton, lambda: recorded_prompt(skeleton, batch, count, begins))
 
 
-def recorded_prompt(skeleton: Skeleton, batch: int, count: int, begins: bool, with_mask: bool = False) -> Recording:
+def recorded_prompt(skeleton: Skeleton, batch: int, count: int, begins: bool, **how: Any) -> Recording:
     """Do as :func:`whole_prompt` before all passes.
 
     Args:
-        with_mask: the forward is given a mask of all tokens, which hides none.
+        how: further arguments of :func:`.step.record`.
     """
     kept = {compat.LOGITS_TO_KEEP: 1} if compat.takes_logits_to_keep(skeleton.model) else None
-    return record(skeleton, batch, count, kept, with_mask=with_mask, is_any=True, begins=begins)
+    return record(skeleton, batch, count, kept, is_any=True, begins=begins, **how)
+
+
+def _served_alike(skeleton: Skeleton, batch: int, count: int, begins: bool) -> Served | None:
+    """Return for which prompts a recording is the model's, found by one of layers that are alike, as sizes with symbols
+    take several times as long as plain ones. The result is None if all layers have to be looked at: only of
+    transformers' own classes it is known that no layer asks which one it is.
+    """
+    if not compat.is_of_transformers(skeleton.model):
+        return None
+    try:
+        found = recorded_prompt(skeleton, batch, count, begins, one_of_alike=True)
+    except Exception:  # a layer may take what another one has left outside of the cache
+        return None
+    numbers = (each for call in found.calls for each in call.arguments.values())
+    return found.served if all(is_multiple(each, found.count) for each in numbers) else None
 
 
 def _passed(skeleton: Skeleton, recorded: Callable[[], Recording]) -> Recording:

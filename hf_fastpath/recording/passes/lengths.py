@@ -10,13 +10,11 @@ from torch import nn
 
 from ...decode.calls.named_calls import Call
 from .. import marks
+from ..numbers_of_lengths import FloatOfLength, IntOfLength, multiple_of
 from ..recorded_step import Recording, Unrecordable, read_by
-from ..text_lengths import FloatOfLength, IntOfLength
 
 _aten = torch.ops.aten
 
-#: no tensor is as large; PyTorch's "to the end" is larger
-_LARGEST_SIZE = 1 << 48
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -168,11 +166,7 @@ def follow_count(recording: Recording) -> None:
 def _following(value: Any, recording: Recording) -> Any:
     if isinstance(value, (list, tuple)) and any(type(each) is int for each in value):
         return [_following(each, recording) for each in value]
-    if type(value) is not int or not value or value % recording.query_len or value > _LARGEST_SIZE:
-        return value
-    made = IntOfLength(value)
-    made.formula = value // int(recording.query_len) * recording.count
-    return made
+    return multiple_of(value, int(recording.query_len), recording.count)
 
 
 def _numbers(value: Any, wanted: set[int]) -> Iterator[int | FloatOfLength]:
