@@ -1,0 +1,332 @@
+"""Loops of the user's own, which call a model's forward for every token: each new token is a step of a decode plan,
+which waits between two forwards over the same cache."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cache.fastpath_cache import FastpathCache
+from ..options import MAX_BATCH
+from ..reasons import Cause
+from .calls import settling
+from .eligibility import INDEX_DTYPES, is_left_padding, model_reason, torch_reason
+from .patched import Patched
+from .plan import DecodePlan
+from .snapshot import Snapshot
+from .source import StepSource
+
+#: plans of a model that wait for the next forward, each over a cache of its own
+MAX_WAITING = 4
+#: forwards in a row that found another model, from which on a plan is made only now and then
+_FEW = 3
+#: forwards of stock code between two looks at a model that changes all the time, at most
+_MOST_LEFT_OUT = 64
+
+
+@dataclass
+class NewTokens:
+    """New tokens behind what a cache holds, as a forward is given them.
+
+    Attributes:
+        ids: int64 or int32 [batch, count].
+        cache: what the tokens follow.
+        mask: [batch, held and count], or None.
+        position_ids: [batch or 1, count], or None.
+        default_reads_mask: without position ids, the model's code counts positions by the mask.
+    """
+
+    ids: torch.Tensor
+    cache: FastpathCache
+    mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    default_reads_mask: bool
+
+    def starts(self) -> list[int] | None | Cause:
+        """Return the left padding of each row, None if there is none; or the reason why the mask says more."""
+        mask, batch, length = self.mask, len(self.ids), self.cache.get_seq_length() + self.ids.shape[1]
+        if mask is None:
+            return None
+        if mask.dim() == 2 and mask.device == self.ids.device:
+            fits = mask.shape == (batch, length) or (mask.shape[0] == batch and not self.cache.key_layers)
+            if fits and bool(mask.all()):
+                return None
+            if fits and self.cache.key_layers and is_left_padding(mask):
+                return (mask == 0).sum(1).tolist()
+        return Cause("attention_mask", f"{mask.dtype} {tuple(mask.shape)} on {mask.device}")
+
+    def positions(self, is_padded: bool) -> list[int] | Cause:
+        """Return the position of each row's first token, or the reason why they are not known."""
+        (batch, count), given, past = self.ids.shape, self.position_ids, self.cache.get_seq_length()
+        if given is None:
+            if is_padded and self.default_reads_mask:
+                return Cause("position_ids", "None, beside padding")
+            return [past] * batch
+        if given.dtype in INDEX_DTYPES and given.dim() == 2 and given.shape in ((batch, count), (1, count)):
+            rows = given.tolist()
+            if all(row == list(range(row[0], row[0] + count)) for row in rows):
+                return [row[0] for row in rows] * (batch // len(rows))
+        return Cause("position_ids", f"{given.dtype} {tuple(given.shape)} on {given.device}")
+
+
+class WaitingPlan(DecodePlan):
+    """A decode plan that waits for the next forward over its cache, and does not keep the cache alive meanwhile.
+
+    Args:
+        part, batch, kv_dtype: as of :class:`.plan.DecodePlan`.
+
+    Attributes:
+        part: the model.
+        snapshot: the model as it was when the plan began.
+    """
+
+    def __init__(self, part: StepSource, batch: int, kv_dtype: torch.dtype | None):
+        super().__init__(part, batch, kv_dtype)
+        self.part = part
+        self.snapshot: Snapshot | None = None
+        self._waits_for: weakref.ref[FastpathCache] | None = None
+        self._starts: list[int] | None = None
+        self._buffers: list[torch.Tensor] = []
+
+    def begin_at(
+        self, snapshot: Snapshot | None, cache: FastpathCache, positions: list[int], starts: list[int] | None
+    ) -> None:
+        """Begin as :meth:`.plan.DecodePlan.begin` does, at positions that the host knows."""
+        self.snapshot, self._starts = snapshot, starts
+        padding = None if starts is None else torch.tensor(starts, device="cpu")
+        self.begin(cache, torch.tensor(positions, device="cpu"), padding)
+
+    def bind(self) -> None:
+        super().bind()
+        self._buffers = _buffers_of(self.cache)
+
+    def has_waited_for(self, cache: FastpathCache) -> bool:
+        """Whether it has served ``cache`` last."""
+        return self._waits_for is not None and self._waits_for() is cache
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is no cache that the plan waits for."""
+        return self._waits_for is None or self._waits_for() is None
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether nothing of what was written when the plan began can change between two forwards: tables of what is
+        added to scores are of the model's weights."""
+        return not self._biases
+
+    def wait(self, on_loss: Any) -> None:
+        """Let go of the cache until the next forward over it.
+
+        Args:
+            on_loss: called with the plan's reference to the cache once the cache is gone.
+        """
+        self._waits_for = weakref.ref(vars(self).pop("cache"), on_loss)
+
+    def waits_by(self, reference: Any) -> bool:
+        """Whether ``reference`` is the plan's reference to its cache."""
+        return self._waits_for is reference
+
+    def goes_on(self, cache: FastpathCache, positions: list[int], starts: list[int] | None) -> bool:
+        """Take ``cache`` up again if it is as the plan has left it, and the new tokens are the next ones."""
+        if starts != self._starts or not cache.take() or any(layer.record_past for layer in cache.state_layers):
+            return False
+        if any(layer.cumulative_length != self._held for layer in cache.counting_layers):
+            return False
+        if positions != [self._held + ahead for ahead in self._ahead]:
+            return False
+        now = _buffers_of(cache)
+        if len(now) != len(self._buffers) or any(one is not other for one, other in zip(now, self._buffers)):
+            return False
+        self.cache, self._waits_for = cache, None
+        self._hold_states()
+        self.program.renew()
+        return True
+
+    def end(self) -> None:
+        """Let go of the cache, also of one that the plan waits for."""
+        waits_for, self._waits_for = self._waits_for, None
+        if waits_for is not None and (cache := waits_for()) is not None:
+            self.cache = cache
+        self.snapshot, self._buffers = None, []
+        super().end()
+
+
+def _buffers_of(cache: FastpathCache) -> list[torch.Tensor]:
+    return [buffer for layer in cache.key_layers for buffer in layer.buffers]
+
+
+class OwnLoops:
+    """The plans of one model that wait for the next forward of a loop of the user's own."""
+
+    def __init__(self) -> None:
+        self._plans: list[WaitingPlan] = []  # the last used one first
+        self._changes = 0  # forwards in a row that found another model than the one before
+        self._left_out = 0  # forwards that stock code runs before the model is looked at again
+        self.forget_other_threads()
+
+    def forget_other_threads(self) -> None:
+        """Forget what threads hold: in the child of a fork, these threads do not exist."""
+        self._lock = threading.RLock()
+
+    def clear(self) -> None:
+        """Let go of all plans."""
+        with self._lock:
+            plans, self._plans = self._plans, []
+        for plan in plans:
+            plan.end()
+
+    def logits(self, state: Patched, model: nn.Module, new: NewTokens) -> torch.Tensor | str | None:
+        """Read one new token of each sequence, and append it to the cache.
+
+        Returns:
+            [batch, 1, vocab_size] logits in memory of the caller's, or the reason why stock code has to read the
+            tokens; None if there is nothing to say of it.
+        """
+        if self._left_out:
+            self._left_out -= 1
+            return None
+        with state.plans.place() as is_free:
+            return self._step(state, model, new) if is_free else "busy"
+
+    def _step(self, state: Patched, model: nn.Module, new: NewTokens) -> torch.Tensor | str | None:
+        starts = new.starts()
+        if isinstance(starts, Cause):
+            return starts
+        positions = new.positions(starts is not None)
+        if isinstance(positions, Cause):
+            return positions
+        plan, has_changed = self._taken(new.cache), False
+        if plan is not None:
+            has_changed = _has_changed(plan, model, new)
+            if not has_changed and plan.goes_on(new.cache, positions, starts):
+                self._changes = 0
+                plan.part.look_again()
+                return self._run(plan, new, plan.part)
+            self._put_back(plan, ends=True)
+        part = state.plans.part_of(model)
+        reason = _reason(state, part, new, starts, positions)
+        self._changes = self._changes + 1 if has_changed or reason is not None else 0
+        if self._changes > _FEW:
+            self._left_out = min(2 ** (self._changes - _FEW), _MOST_LEFT_OUT)
+        if reason is not None or part is None:
+            return reason
+        if part.by_length.is_bounded(len(new.ids)) or any(new.cache.page_sizes) or part.host_weights:
+            return self._step_once(state, part, new, positions, starts)
+        plan = self._plan_for(state, part, new)
+        plan.begin_at(state.plans.snapshot_of(part), new.cache, positions, starts)
+        return self._run(plan, new, part)
+
+    def _step_once(
+        self, state: Patched, part: StepSource, new: NewTokens, positions: list[int], starts: list[int] | None
+    ) -> torch.Tensor | str:
+        """Step by a plan that does not wait for the next forward."""
+        plan = state.plans.decode_plan(part, len(new.ids), new.cache)
+        try:
+            padding = None if starts is None else torch.tensor(starts, device="cpu")
+            with settling(new.cache, part):
+                plan.begin(new.cache, torch.tensor(positions, device="cpu"), padding)
+                return _logits(plan, new)
+        finally:
+            plan.end()
+
+    def _run(self, plan: WaitingPlan, new: NewTokens, part: StepSource) -> torch.Tensor | str:
+        is_done = False
+        try:
+            with settling(new.cache, part):
+                found = _logits(plan, new)
+            is_done = not isinstance(found, str) and plan.can_wait
+            return found
+        finally:
+            if is_done:
+                plan.wait(self._on_loss)
+            self._put_back(plan, ends=not is_done)
+
+    # ---- plans that wait ------------------------------------------------------------------------------------------
+
+    def _taken(self, cache: FastpathCache) -> WaitingPlan | None:
+        """Take the plan that waits for a cache, or None."""
+        with self._lock:
+            found = next((plan for plan in self._plans if plan.has_waited_for(cache)), None)
+            if found is not None:
+                self._plans.remove(found)
+        return found
+
+    def _plan_for(self, state: Patched, part: StepSource, new: NewTokens) -> WaitingPlan:
+        """Take or make a plan that is to begin; plans of the model as it was before are dropped."""
+        fingerprint, key = state.plans.fingerprint_of(part), (len(new.ids), new.cache.stored_dtype)
+        with self._lock:
+            gone = [plan for plan in self._plans if plan.fingerprint != fingerprint]
+            self._plans = [plan for plan in self._plans if plan.fingerprint == fingerprint]
+            fitting = [plan for plan in self._plans if (plan.batch, plan.kv_dtype) == key]
+            found = next((plan for plan in fitting if plan.is_free), None)
+            if found is None and len(self._plans) >= MAX_WAITING:
+                found = fitting[-1] if fitting else None
+            if found is not None:
+                self._plans.remove(found)
+        for plan in gone:
+            plan.end()
+        if found is None:
+            return WaitingPlan(part, *key)
+        found.end()
+        found.part = part
+        return found
+
+    def _put_back(self, plan: WaitingPlan, ends: bool) -> None:
+        """Keep a plan for the next forward, in front of the others."""
+        if ends:
+            plan.end()
+        with self._lock:
+            self._plans, dropped = [plan, *self._plans][:MAX_WAITING], self._plans[MAX_WAITING - 1 :]
+        for each in dropped:
+            each.end()
+
+    def _on_loss(self, reference: Any) -> None:
+        """Let the plan go that has waited for a cache which is gone: its registers hold the cache's memory."""
+        if not self._lock.acquire(blocking=False):
+            return  # garbage is collected at any time: another thread must not have to wait for that
+        try:
+            for plan in self._plans:
+                if plan.waits_by(reference):
+                    plan.end()
+        finally:
+            self._lock.release()
+
+
+def _has_changed(plan: WaitingPlan, model: nn.Module, new: NewTokens) -> bool:
+    """Whether a model may have changed since a plan began."""
+    if plan.snapshot is None or not plan.snapshot.holds() or torch_reason(model) is not None:
+        return True
+    return torch.is_autocast_enabled(new.ids.device.type)
+
+
+def _reason(
+    state: Patched, part: StepSource | None, new: NewTokens, starts: list[int] | None, positions: list[int]
+) -> str | None:
+    """Return why a decode plan does not read new tokens of a model as it is now, or None."""
+    batch = len(new.ids)
+    if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
+        return Cause("batch_size", f"{batch} sequences, {most} at most")
+    if part is not None and (part.is_multimodal or part.has_encoder or part.token_shape or part.ranks is not None):
+        return Cause("generation_mode", "forwards that are given more than tokens of a text")
+    if (reason := model_reason(state, part, new.ids, new.cache)) is not None or part is None:
+        return reason
+    if starts is not None and (reason := part.padding_reason(new.mask)) is not None:
+        return reason
+    known = part.computed_positions
+    if known is not None and max(positions) >= known:
+        return Cause("position_ids", f"position {max(positions)}, the model's table has {known} positions")
+    past = new.cache.get_seq_length()
+    return part.by_length.reason(state.plans, batch, past, past + 1, None) if part.by_length.is_bounded(batch) else None
+
+
+def _logits(plan: Any, new: NewTokens) -> torch.Tensor | str:
+    if not plan.has_positions():
+        return Cause("position_ids", "positions that the model has not learned")
+    logits = plan.step(new.ids[:, 0])
+    return logits[:, None].clone(memory_format=torch.contiguous_format)
