@@ -67,8 +67,9 @@ def name_of(function: Any) -> str:
 
 
 def is_ours(function: Any) -> bool:
-    """Whether a function is one that ``patch()`` binds."""
-    return getattr(function, "__module__", "").startswith("hf_fastpath.")
+    """Whether a function is one that ``patch()`` binds, and none that other code has wrapped around it under its name."""
+    is_wrapper = getattr(function, "__wrapped__", None) is not None
+    return not is_wrapper and getattr(function, "__module__", "").startswith("hf_fastpath.")
 
 
 def converted_to_float32(function: Any) -> Any:

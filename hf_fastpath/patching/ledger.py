@@ -66,17 +66,15 @@ class Ledger:
 
     @property
     def num_forwards(self) -> int:
-        """How many modules inside the model have forwards of ours."""
-        inside = (name for module, name, _ in self._entries if module is not self.first)
-        return sum(name in compat.FORWARD_ATTRIBUTES for name in inside)
+        """How many modules have forwards of ours."""
+        return sum(name in compat.FORWARD_ATTRIBUTES for _, name, _ in self._entries)
 
     def take_forwards_out(self) -> list[tuple[nn.Module, str, Any]]:
-        """Let modules inside the model have the forwards that they had before; return (module, attribute, forward of
-        ours). The model's own forward steps aside by itself, since what is known of the model depends on it."""
+        """Let modules have the forwards that they had before; return (module, attribute, forward of ours)."""
         out = []
         for module, name, previous in self._entries:
             held = vars(module).get(name)
-            if name == "forward" and module is not self.first and _is_ours(held):
+            if name == "forward" and _is_ours(held):
                 out.append((module, name, held))
                 _restore(vars(module), name, previous)
         return out

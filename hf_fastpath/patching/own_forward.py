@@ -28,8 +28,12 @@ _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 def is_due(plan: PatchPlan) -> bool:
-    """Whether a model's own forward can be a step: it decodes text alone, in one process, and there are plans of it."""
+    """Whether a model's own forward can be a step: it decodes text alone, in one process, and there are plans of it. A
+    forward that other code has put on the model stays."""
     model = plan.model
+    held = vars(model).get(compat.forward_attribute(model))
+    if held is not None and getattr(held, "__func__", None) is not type(model).forward:
+        return False
     is_plain = not (compat.is_multimodal(model) or compat.has_encoder(model) or compat.token_shape(model))
     return plan.loop_reason is None and plan.family is not None and plan.ranks is None and is_plain
 
