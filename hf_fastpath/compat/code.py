@@ -67,7 +67,7 @@ def name_of(function: Any) -> str:
 
 
 def is_ours(function: Any) -> bool:
-    """Whether a function is one that ``patch()`` binds, and none that other code has wrapped around it under its name."""
+    """Whether a function is one that ``patch()`` binds, and no wrapper of other code that has taken on its name."""
     is_wrapper = getattr(function, "__wrapped__", None) is not None
     return not is_wrapper and getattr(function, "__module__", "").startswith("hf_fastpath.")
 

@@ -3,18 +3,21 @@ which waits between two forwards over the same cache."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
 
 from ..cache.fastpath_cache import FastpathCache
+from ..ops.decode_attention import MAX_QUERY_LEN
 from ..options import MAX_BATCH
 from ..reasons import Cause
 from .calls import settling
+from .draft_plan import DraftReader
 from .eligibility import INDEX_DTYPES, is_left_padding, model_reason, torch_reason
 from .patched import Patched
 from .plan import DecodePlan
@@ -98,8 +101,7 @@ class WaitingPlan(DecodePlan):
     ) -> None:
         """Begin as :meth:`.plan.DecodePlan.begin` does, at positions that the host knows."""
         self.snapshot, self._starts = snapshot, starts
-        padding = None if starts is None else torch.tensor(starts, device="cpu")
-        self.begin(cache, torch.tensor(positions, device="cpu"), padding)
+        self.begin(cache, _on_host(positions), _on_host(starts))
 
     def bind(self) -> None:
         super().bind()
@@ -157,6 +159,14 @@ class WaitingPlan(DecodePlan):
         super().end()
 
 
+@overload
+def _on_host(numbers: list[int]) -> torch.Tensor: ...
+@overload
+def _on_host(numbers: list[int] | None) -> torch.Tensor | None: ...
+def _on_host(numbers: list[int] | None) -> torch.Tensor | None:
+    return None if numbers is None else torch.tensor(numbers, device="cpu")
+
+
 def _buffers_of(cache: FastpathCache) -> list[torch.Tensor]:
     return [buffer for layer in cache.key_layers for buffer in layer.buffers]
 
@@ -182,25 +192,28 @@ class OwnLoops:
             plan.end()
 
     def logits(self, state: Patched, model: nn.Module, new: NewTokens) -> torch.Tensor | str | None:
-        """Read one new token of each sequence, and append it to the cache.
+        """Read new tokens, and append them to the cache: one of each sequence, or several of one.
 
         Returns:
-            [batch, 1, vocab_size] logits in memory of the caller's, or the reason why stock code has to read the
+            [batch, count, vocab_size] logits in memory of the caller's, or the reason why stock code has to read the
             tokens; None if there is nothing to say of it.
         """
         if self._left_out:
             self._left_out -= 1
             return None
         with state.plans.place() as is_free:
-            return self._step(state, model, new) if is_free else "busy"
+            if not is_free:
+                return "busy"
+            starts = new.starts()
+            positions = starts if isinstance(starts, Cause) else new.positions(starts is not None)
+            if isinstance(starts, Cause) or isinstance(positions, Cause):
+                return starts if isinstance(starts, Cause) else positions
+            read = self._step if new.ids.shape[1] == 1 else _read_several
+            return read(state, model, new, positions, starts)
 
-    def _step(self, state: Patched, model: nn.Module, new: NewTokens) -> torch.Tensor | str | None:
-        starts = new.starts()
-        if isinstance(starts, Cause):
-            return starts
-        positions = new.positions(starts is not None)
-        if isinstance(positions, Cause):
-            return positions
+    def _step(
+        self, state: Patched, model: nn.Module, new: NewTokens, positions: list[int], starts: list[int] | None
+    ) -> torch.Tensor | str | None:
         plan, has_changed = self._taken(new.cache), False
         if plan is not None:
             has_changed = _has_changed(plan, model, new)
@@ -228,9 +241,8 @@ class OwnLoops:
         """Step by a plan that does not wait for the next forward."""
         plan = state.plans.decode_plan(part, len(new.ids), new.cache)
         try:
-            padding = None if starts is None else torch.tensor(starts, device="cpu")
             with settling(new.cache, part):
-                plan.begin(new.cache, torch.tensor(positions, device="cpu"), padding)
+                plan.begin(new.cache, _on_host(positions), _on_host(starts))
                 return _logits(plan, new)
         finally:
             plan.end()
@@ -330,3 +342,30 @@ def _logits(plan: Any, new: NewTokens) -> torch.Tensor | str:
         return Cause("position_ids", "positions that the model has not learned")
     logits = plan.step(new.ids[:, 0])
     return logits[:, None].clone(memory_format=torch.contiguous_format)
+
+
+def _read_several(
+    state: Patched, model: nn.Module, new: NewTokens, positions: list[int], starts: list[int] | None
+) -> torch.Tensor | str | None:
+    """Read several new tokens of one sequence as drafts are read; return what :meth:`OwnLoops.logits` returns."""
+    (batch, count), cache = new.ids.shape, new.cache
+    if batch > 1 or count > MAX_QUERY_LEN or cache.state_layers:
+        return None
+    part, past = state.plans.part_of(model), cache.get_seq_length()
+    if part is None or part.takes_long:  # to record a step of so many tokens is too much for a turn of a conversation
+        return None
+    # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
+    if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):
+        return None
+    if (reason := _reason(state, part, new, starts, positions)) is not None:
+        return reason
+    learned = part.learned_positions
+    if learned is not None and positions[0] + count > learned[0]:
+        return Cause("position_ids", "positions that the model has not learned")
+    plan_of = functools.partial(state.plans.draft_plan, part, cache)
+    reader = DraftReader(plan_of, cache, _on_host(positions), _on_host(starts))
+    try:
+        with settling(cache, part):
+            return reader.read_piece(new.ids[0].tolist())[None].clone(memory_format=torch.contiguous_format)
+    finally:
+        reader.end()

@@ -15,6 +15,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..decode.eligibility import is_left_padding
 from ..decode.own_loop import NewTokens
 from ..decode.patched import STATE_KEY
+from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.kv_cache import is_quantized
 from ..options import MAX_BATCH
 from ..reasons import Cause
@@ -43,8 +44,7 @@ def forward_for(model: nn.Module) -> Callable[..., Any]:
     trainers ask it which arguments there are."""
     original = type(model).forward
     signature = inspect.signature(original)
-    names = tuple(signature.parameters)[1:]
-    call = _Calls(names, compat.cache_name(model), compat.default_positions_read_mask(model))
+    call = _Calls(signature, compat.cache_name(model), compat.default_positions_read_mask(model))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.training or torch.is_grad_enabled():
@@ -63,13 +63,19 @@ class _Calls:
     """Calls of a model's forward, without gradients.
 
     Args:
-        names: of the arguments.
+        signature: of the forward.
         cache_name: how the cache is called among the arguments, and in the output.
         default_reads_mask: see ``NewTokens``.
     """
 
-    def __init__(self, names: tuple[str, ...], cache_name: str, default_reads_mask: bool):
-        self._names, self._cache_name, self._default_reads_mask = names, cache_name, default_reads_mask
+    #: arguments that decorators of forwards take
+    _taken_besides = compat.CACHES | {"return_dict"}
+
+    def __init__(self, signature: inspect.Signature, cache_name: str, default_reads_mask: bool):
+        _, *others = signature.parameters.values()
+        self._names = tuple(each.name for each in others)
+        self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in others)
+        self._cache_name, self._default_reads_mask = cache_name, default_reads_mask
         #: class of the output that stock code has given for what a step gives; None before
         self._output: type | None = None
 
@@ -83,20 +89,24 @@ class _Calls:
         if cache is None:
             return self._first(model, state, named, args, kwargs)
         ids = named.get("input_ids")
-        if type(cache) is not FastpathCache or cache.is_kept or ids is None or ids.dim() != 2 or ids.shape[1] != 1:
+        if type(cache) is not FastpathCache or cache.is_kept or ids is None or ids.dim() != 2:
             return type(model).forward(model, *args, **kwargs)
-        if not cache.get_seq_length():
+        is_step = _is_few(ids) and cache.get_seq_length() > 0
+        if not is_step and self._output is not None:
             return type(model).forward(model, *args, **kwargs)
         reason = self._reason(model, named)
         if reason is None and self._output is None:
-            return self._learned(type(model).forward(model, *args, **kwargs), named)
+            return self._learned(type(model).forward(model, *args, **kwargs))
+        if not is_step:
+            return type(model).forward(model, *args, **kwargs)
         if reason is None:
             mask, position_ids = named.get("attention_mask"), named.get("position_ids")
             found = state.own_loops.logits(
                 state, model, NewTokens(ids, cache, mask, position_ids, self._default_reads_mask)
             )
             if isinstance(found, torch.Tensor):
-                return self._made(model, found, cache, named.get("return_dict"))
+                keep = named.get("logits_to_keep", 0)
+                return self._made(model, found[:, -keep:], cache, named.get("return_dict"))
             reason = found
         if reason is not None and not state.has_patched_modules:  # patched modules tell their reasons themselves
             state.fall_back(reason)
@@ -105,10 +115,11 @@ class _Calls:
     def _reason(self, model: nn.Module, named: dict[str, Any]) -> Cause | None:
         """Return why a forward with these arguments is more than a step, or None."""
         for name, value in named.items():
-            if name not in _KNOWN and value is not None and value is not False:
+            is_plain = name in _KNOWN or value is None or value is False
+            if not is_plain or not (name in self._names or name in self._taken_besides or self._takes_any):
                 is_output = name.startswith("output_")
                 return Cause("attention_outputs" if is_output else "unsupported_input", name)
-            if value is not None and name not in self._names and name != "return_dict" and name not in compat.CACHES:
+            if value is not None and name in ("position_ids", "logits_to_keep") and name not in self._names:
                 return Cause("unsupported_input", name)
         keep = named.get("logits_to_keep", 0)
         if type(keep) is not int or keep < 0:
@@ -133,7 +144,7 @@ class _Calls:
         others = {name: value for name, value in named.items() if name not in compat.CACHES}
         with cache.reading_prompt():
             found = type(model).forward(model, **others, **{self._cache_name: cache})
-        return self._learned(found, named)
+        return self._learned(found)
 
     def _made_cache(self, model: nn.Module, state: PatchState, named: dict[str, Any]) -> FastpathCache | None:
         """Make the cache for a text, or return None if stock code makes one or none is asked for."""
@@ -158,7 +169,7 @@ class _Calls:
 
     # ---- outputs --------------------------------------------------------------------------------------------------
 
-    def _learned(self, output: Any, named: dict[str, Any]) -> Any:
+    def _learned(self, output: Any) -> Any:
         """Note the class of an output of stock code over our cache; return the output."""
         if self._output is None and isinstance(output, dict) and set(output) == {"logits", self._cache_name}:
             self._output = type(output)
@@ -171,3 +182,8 @@ class _Calls:
             return logits, cache
         assert self._output is not None, "it is learned before the first step"
         return self._output(logits=logits, **{self._cache_name: cache})
+
+
+def _is_few(ids: torch.Tensor) -> bool:
+    """Whether there is one new token of each sequence, or a few of one."""
+    return ids.shape[1] == 1 or (len(ids) == 1 and 0 < ids.shape[1] <= MAX_QUERY_LEN)
