@@ -29,6 +29,7 @@ from .caches import (
 )
 from .code import (
     FORWARD_ATTRIBUTES,
+    REPLICATE,
     below_autograd,
     converted_to_float32,
     forward_attribute,

@@ -172,6 +172,8 @@ def names_written(cls: type) -> frozenset[str]:
     return frozenset(found)
 
 
+#: method by which DataParallel makes the module of another GPU
+REPLICATE = "_replicate_for_data_parallel"
 #: attributes in which a module may keep the forward that computes
 FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 

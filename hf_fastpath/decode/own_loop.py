@@ -191,6 +191,11 @@ class OwnLoops:
         for plan in plans:
             plan.end()
 
+    def let_go(self, cache: FastpathCache) -> None:
+        """Let the plan go that waits for a cache, of which it holds buffers that another call may replace."""
+        if (plan := self._taken(cache)) is not None:
+            self._put_back(plan, ends=True)
+
     def logits(self, state: Patched, model: nn.Module, new: NewTokens) -> torch.Tensor | str | None:
         """Read new tokens, and append them to the cache: one of each sequence, or several of one.
 

@@ -47,7 +47,7 @@ def forward_for(model: nn.Module) -> Callable[..., Any]:
     call = _Calls(signature, compat.cache_name(model), compat.default_positions_read_mask(model))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.training or torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or self.training or torch.is_grad_enabled():
             return type(self).forward(self, *args, **kwargs)
         state: PatchState | None = vars(self).get(STATE_KEY)
         if state is None or not state.enabled or state.stats.is_left_to_stock:
@@ -73,23 +73,23 @@ class _Calls:
 
     def __init__(self, signature: inspect.Signature, cache_name: str, default_reads_mask: bool):
         _, *others = signature.parameters.values()
-        self._names = tuple(each.name for each in others)
+        self._names = tuple(each.name for each in others if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in others)
         self._cache_name, self._default_reads_mask = cache_name, default_reads_mask
         #: class of the output that stock code has given for what a step gives; None before
         self._output: type | None = None
 
-    def __deepcopy__(self, memo: dict) -> _Calls:
-        return self
-
     def run(self, model: nn.Module, state: PatchState, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Do as the forward of the model's class."""
+        if len(args) > len(self._names) or not kwargs.keys().isdisjoint(self._names[: len(args)]):
+            return type(model).forward(model, *args, **kwargs)  # which raises
         named = dict(zip(self._names, args), **kwargs) if args else kwargs
         cache = compat.cache_of(named, None) if self._cache_name in compat.CACHES else named.get(self._cache_name)
         if cache is None:
             return self._first(model, state, named, args, kwargs)
         ids = named.get("input_ids")
-        if type(cache) is not FastpathCache or cache.is_kept or ids is None or ids.dim() != 2:
+        is_ours = type(cache) is FastpathCache and not cache.is_kept
+        if not is_ours or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             return type(model).forward(model, *args, **kwargs)
         is_step = _is_few(ids) and cache.get_seq_length() > 0
         if not is_step and self._output is not None:
@@ -152,7 +152,7 @@ class _Calls:
         if not (getattr(model.config, "use_cache", False) if asked is None else asked):
             return None
         ids, mask, options = named.get("input_ids"), named.get("attention_mask"), state.options
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.numel() == 0:
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.is_meta:
             return None
         is_large = len(ids) > min(MAX_BATCH, options.max_batch_size)
         if is_large or self._reason(model, named) is not None or compat.foreign_mode() is not None:

@@ -575,6 +575,28 @@ def test_the_forward_looks_like_stocks(device, steps):
     assert list(instances(ours)) == list(before)
 
 
+def test_a_replica_of_data_parallel_is_stock(device):
+    """DataParallel copies what an instance holds, and a method that is bound to the original would run that."""
+    _, ours = pair("llama", device)
+    for module in ours.modules():
+        replica = module._replicate_for_data_parallel()
+        assert "forward" not in vars(replica) and state_of(replica) is None
+
+
+def test_wrong_arguments_raise_what_stock_raises(device):
+    stock, ours = pair("llama", device)
+    ids = prompt(device)
+    for args, kwargs in (((ids,) * 12, {}), ((ids,), {"input_ids": ids}), ((), {}), ((ids,), {"unknown": 1})):
+        said = []
+        for model in (stock, ours):
+            with torch.no_grad():
+                try:
+                    said.append(type(model(*args, **kwargs)).__name__)
+                except (TypeError, ValueError) as error:
+                    said.append(str(error))
+        assert said[0] == said[1]
+
+
 def test_compiled(device, steps):
     stock, ours = pair("llama", device)
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
