@@ -192,7 +192,6 @@ from .seams import (
     ask_for_seams,
     attentions_of_streams,
     buckets_of,
-    default_positions_read_mask,
     expanding_modules,
     expert_stacks,
     experts_in,

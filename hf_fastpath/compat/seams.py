@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_caus
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .caches import CACHE
-from .code import names_read
 from .encoders import encoder_output, has_encoder, text_cache, text_name
 from .generation import GenerationMixin, inputs_behind
 from .models import is_multimodal
@@ -292,32 +291,3 @@ def takes_positions(model: nn.Module) -> bool:
         return True
     two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     return inputs_behind(model, two, {"position_ids": two, "use_cache": True}).get("position_ids") is not None
-
-
-def default_positions_read_mask(model: nn.Module) -> bool:
-    """Whether the code of a model's classes may count positions by the attention mask where its forward is given no
-    position ids: whether it sums anything up."""
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        return False
-    waiting = [value for cls in set(map(type, model.modules())) for value in _functions_of(cls)]
-    seen: set[types.CodeType] = set()
-    while waiting:
-        function = waiting.pop()
-        code = function.__code__
-        if code in seen or not function.__module__.startswith("transformers.models."):
-            continue
-        seen.add(code)
-        names = names_read(code)
-        if "cumsum" in names:
-            return True
-        found = (function.__globals__.get(name) for name in names)
-        waiting += [inspect.unwrap(each) for each in found if isinstance(each, types.FunctionType)]
-    return False
-
-
-def _functions_of(cls: type) -> Iterator[types.FunctionType]:
-    """Yield the functions of a class and its bases, without their decorators."""
-    for base in cls.__mro__:
-        for value in vars(base).values():
-            if isinstance(value, types.FunctionType) and isinstance(found := inspect.unwrap(value), types.FunctionType):
-                yield found

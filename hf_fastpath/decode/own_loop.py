@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -17,8 +16,10 @@ from ..ops.decode_attention import MAX_QUERY_LEN
 from ..options import MAX_BATCH
 from ..reasons import Cause
 from .calls import settling
+from .default_positions import count_on
 from .draft_plan import DraftReader
-from .eligibility import INDEX_DTYPES, is_left_padding, model_reason, torch_reason
+from .eligibility import model_reason, torch_reason
+from .new_tokens import NewTokens
 from .patched import Patched
 from .plan import DecodePlan
 from .snapshot import Snapshot
@@ -30,51 +31,6 @@ MAX_WAITING = 4
 _FEW = 3
 #: forwards of stock code between two looks at a model that changes all the time, at most
 _MOST_LEFT_OUT = 64
-
-
-@dataclass
-class NewTokens:
-    """New tokens behind what a cache holds, as a forward is given them.
-
-    Attributes:
-        ids: int64 or int32 [batch, count].
-        cache: what the tokens follow.
-        mask: [batch, held and count], or None.
-        position_ids: [batch or 1, count], or None.
-        default_reads_mask: without position ids, the model's code counts positions by the mask.
-    """
-
-    ids: torch.Tensor
-    cache: FastpathCache
-    mask: torch.Tensor | None
-    position_ids: torch.Tensor | None
-    default_reads_mask: bool
-
-    def starts(self) -> list[int] | None | Cause:
-        """Return the left padding of each row, None if there is none; or the reason why the mask says more."""
-        mask, batch, length = self.mask, len(self.ids), self.cache.get_seq_length() + self.ids.shape[1]
-        if mask is None:
-            return None
-        if mask.dim() == 2 and mask.device == self.ids.device:
-            fits = mask.shape == (batch, length) or (mask.shape[0] == batch and not self.cache.key_layers)
-            if fits and bool(mask.all()):
-                return None
-            if fits and self.cache.key_layers and is_left_padding(mask):
-                return (mask == 0).sum(1).tolist()
-        return Cause("attention_mask", f"{mask.dtype} {tuple(mask.shape)} on {mask.device}")
-
-    def positions(self, is_padded: bool) -> list[int] | Cause:
-        """Return the position of each row's first token, or the reason why they are not known."""
-        (batch, count), given, past = self.ids.shape, self.position_ids, self.cache.get_seq_length()
-        if given is None:
-            if is_padded and self.default_reads_mask:
-                return Cause("position_ids", "None, beside padding")
-            return [past] * batch
-        if given.dtype in INDEX_DTYPES and given.dim() == 2 and given.shape in ((batch, count), (1, count)):
-            rows = given.tolist()
-            if all(row == list(range(row[0], row[0] + count)) for row in rows):
-                return [row[0] for row in rows] * (batch // len(rows))
-        return Cause("position_ids", f"{given.dtype} {tuple(given.shape)} on {given.device}")
 
 
 class WaitingPlan(DecodePlan):
@@ -93,19 +49,25 @@ class WaitingPlan(DecodePlan):
         self.part = part
         self.snapshot: Snapshot | None = None
         self._waits_for: weakref.ref[FastpathCache] | None = None
+        self._noted: tuple | None = None  # the snapshot's fingerprint, which is another one once tensors have moved
         self._starts: list[int] | None = None
+        self._is_told = False  # whether positions were given
         self._buffers: list[torch.Tensor] = []
 
-    def begin_at(
-        self, snapshot: Snapshot | None, cache: FastpathCache, positions: list[int], starts: list[int] | None
-    ) -> None:
+    def begin_at(self, snapshot: Snapshot, new: NewTokens, positions: list[int], starts: list[int] | None) -> None:
         """Begin as :meth:`.plan.DecodePlan.begin` does, at positions that the host knows."""
-        self.snapshot, self._starts = snapshot, starts
-        self.begin(cache, _on_host(positions), _on_host(starts))
+        self.snapshot, self._starts, self._is_told = snapshot, starts, new.position_ids is not None
+        self._noted = snapshot.fingerprint
+        self.begin(new.cache, _on_host(positions), _on_host(starts))
 
     def bind(self) -> None:
         super().bind()
         self._buffers = _buffers_of(self.cache)
+
+    def is_of_now(self) -> bool:
+        """Whether the model is as it was when the plan began."""
+        snapshot = self.snapshot
+        return snapshot is not None and snapshot.holds() and snapshot.fingerprint is self._noted
 
     def has_waited_for(self, cache: FastpathCache) -> bool:
         """Whether it has served ``cache`` last."""
@@ -134,13 +96,19 @@ class WaitingPlan(DecodePlan):
         """Whether ``reference`` is the plan's reference to its cache."""
         return self._waits_for is reference
 
-    def goes_on(self, cache: FastpathCache, positions: list[int], starts: list[int] | None) -> bool:
-        """Take ``cache`` up again if it is as the plan has left it, and the new tokens are the next ones."""
+    def goes_on(self, new: NewTokens, positions: list[int], starts: list[int] | None) -> bool:
+        """Take a cache up again if it is as the plan has left it, and the new tokens are the next ones."""
+        cache = new.cache
+        if self._is_told != (new.position_ids is not None):
+            return False
         if starts != self._starts or not cache.take() or any(layer.record_past for layer in cache.state_layers):
             return False
         if any(layer.cumulative_length != self._held for layer in cache.counting_layers):
             return False
-        if positions != [self._held + ahead for ahead in self._ahead]:
+        known = self.part.computed_positions
+        if positions != [self._held + ahead for ahead in self._ahead] or (
+            known is not None and max(positions) >= known
+        ):
             return False
         now = _buffers_of(cache)
         if len(now) != len(self._buffers) or any(one is not other for one, other in zip(now, self._buffers)):
@@ -177,6 +145,8 @@ class OwnLoops:
     def __init__(self) -> None:
         self._plans: list[WaitingPlan] = []  # the last used one first
         self._changes = 0  # forwards in a row that found another model than the one before
+        self._defaults: dict[bool, bool] = {}  # whether there is padding -> see default_positions.count_on()
+        self._defaults_of: Snapshot | None = None
         self._left_out = 0  # forwards that stock code runs before the model is looked at again
         self.forget_other_threads()
 
@@ -210,10 +180,10 @@ class OwnLoops:
             if not is_free:
                 return "busy"
             starts = new.starts()
-            positions = starts if isinstance(starts, Cause) else new.positions(starts is not None)
+            positions = starts if isinstance(starts, Cause) else new.positions()
             if isinstance(starts, Cause) or isinstance(positions, Cause):
                 return starts if isinstance(starts, Cause) else positions
-            read = self._step if new.ids.shape[1] == 1 else _read_several
+            read = self._step if new.ids.shape[1] == 1 else self._read_several
             return read(state, model, new, positions, starts)
 
     def _step(
@@ -222,13 +192,13 @@ class OwnLoops:
         plan, has_changed = self._taken(new.cache), False
         if plan is not None:
             has_changed = _has_changed(plan, model, new)
-            if not has_changed and plan.goes_on(new.cache, positions, starts):
+            if not has_changed and plan.goes_on(new, positions, starts):
                 self._changes = 0
                 plan.part.look_again()
                 return self._run(plan, new, plan.part)
             self._put_back(plan, ends=True)
         part = state.plans.part_of(model)
-        reason = _reason(state, part, new, starts, positions)
+        reason = self._reason(state, part, new, starts, positions)
         self._changes = self._changes + 1 if has_changed or reason is not None else 0
         if self._changes > _FEW:
             self._left_out = min(2 ** (self._changes - _FEW), _MOST_LEFT_OUT)
@@ -237,7 +207,7 @@ class OwnLoops:
         if part.by_length.is_bounded(len(new.ids)) or any(new.cache.page_sizes) or part.host_weights:
             return self._step_once(state, part, new, positions, starts)
         plan = self._plan_for(state, part, new)
-        plan.begin_at(state.plans.snapshot_of(part), new.cache, positions, starts)
+        plan.begin_at(state.plans.snapshot_of(part), new, positions, starts)
         return self._run(plan, new, part)
 
     def _step_once(
@@ -252,6 +222,34 @@ class OwnLoops:
         finally:
             plan.end()
 
+    def _read_several(
+        self, state: Patched, model: nn.Module, new: NewTokens, positions: list[int], starts: list[int] | None
+    ) -> torch.Tensor | str | None:
+        """Read several new tokens of one sequence as drafts are read; return what :meth:`logits` returns."""
+        (batch, count), cache = new.ids.shape, new.cache
+        if batch > 1 or count > MAX_QUERY_LEN or cache.state_layers:
+            return None
+        part, past = state.plans.part_of(model), cache.get_seq_length()
+        if (
+            part is None or part.takes_long
+        ):  # to record a step of so many tokens is too much for a turn of a conversation
+            return None
+        # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
+        if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):
+            return None
+        if (reason := self._reason(state, part, new, starts, positions)) is not None:
+            return reason
+        learned = part.learned_positions
+        if learned is not None and positions[0] + count > learned[0]:
+            return Cause("position_ids", "positions that the model has not learned")
+        plan_of = functools.partial(state.plans.draft_plan, part, cache)
+        reader = DraftReader(plan_of, cache, _on_host(positions), _on_host(starts))
+        try:
+            with settling(cache, part):
+                return reader.read_piece(new.ids[0].tolist())[None].clone(memory_format=torch.contiguous_format)
+        finally:
+            reader.end()
+
     def _run(self, plan: WaitingPlan, new: NewTokens, part: StepSource) -> torch.Tensor | str:
         is_done = False
         try:
@@ -263,6 +261,41 @@ class OwnLoops:
             if is_done:
                 plan.wait(self._on_loss)
             self._put_back(plan, ends=not is_done)
+
+    def _reason(
+        self, state: Patched, part: StepSource | None, new: NewTokens, starts: list[int] | None, positions: list[int]
+    ) -> str | None:
+        """Return why a decode plan does not read new tokens of a model as it is now, or None."""
+        batch = len(new.ids)
+        if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
+            return Cause("batch_size", f"{batch} sequences, {most} at most")
+        if part is not None and (part.is_multimodal or part.has_encoder or part.token_shape or part.ranks is not None):
+            return Cause("generation_mode", "forwards that are given more than tokens of a text")
+        if (reason := model_reason(state, part, new.ids, new.cache)) is not None or part is None:
+            return reason
+        if starts is not None and (reason := part.padding_reason(new.mask)) is not None:
+            return reason
+        known = part.computed_positions
+        if known is not None and max(positions) >= known:
+            return Cause("position_ids", f"position {max(positions)}, the model's table has {known} positions")
+        if new.position_ids is None and not self._count_on(state, part, starts is not None):
+            return Cause("position_ids", "None, where the model's forward does not count on from the cache")
+        if new.position_ids is not None and not part.takes_positions:
+            return Cause("position_ids", "given to a forward that is recorded without")
+        past = new.cache.get_seq_length()
+        return (
+            part.by_length.reason(state.plans, batch, past, past + 1, None)
+            if part.by_length.is_bounded(batch)
+            else None
+        )
+
+    def _count_on(self, state: Patched, part: StepSource, is_padded: bool) -> bool:
+        """Whether tokens without position ids are behind all that the cache holds; asked once of a model as it is."""
+        if (snapshot := state.plans.snapshot_of(part)) is not self._defaults_of:
+            self._defaults, self._defaults_of = {}, snapshot
+        if is_padded not in self._defaults:
+            self._defaults[is_padded] = count_on(part, is_padded)
+        return self._defaults[is_padded]
 
     # ---- plans that wait ------------------------------------------------------------------------------------------
 
@@ -317,29 +350,9 @@ class OwnLoops:
 
 def _has_changed(plan: WaitingPlan, model: nn.Module, new: NewTokens) -> bool:
     """Whether a model may have changed since a plan began."""
-    if plan.snapshot is None or not plan.snapshot.holds() or torch_reason(model) is not None:
+    if not plan.is_of_now() or torch_reason(model) is not None:
         return True
     return torch.is_autocast_enabled(new.ids.device.type)
-
-
-def _reason(
-    state: Patched, part: StepSource | None, new: NewTokens, starts: list[int] | None, positions: list[int]
-) -> str | None:
-    """Return why a decode plan does not read new tokens of a model as it is now, or None."""
-    batch = len(new.ids)
-    if batch > (most := min(MAX_BATCH, state.options.max_batch_size)):
-        return Cause("batch_size", f"{batch} sequences, {most} at most")
-    if part is not None and (part.is_multimodal or part.has_encoder or part.token_shape or part.ranks is not None):
-        return Cause("generation_mode", "forwards that are given more than tokens of a text")
-    if (reason := model_reason(state, part, new.ids, new.cache)) is not None or part is None:
-        return reason
-    if starts is not None and (reason := part.padding_reason(new.mask)) is not None:
-        return reason
-    known = part.computed_positions
-    if known is not None and max(positions) >= known:
-        return Cause("position_ids", f"position {max(positions)}, the model's table has {known} positions")
-    past = new.cache.get_seq_length()
-    return part.by_length.reason(state.plans, batch, past, past + 1, None) if part.by_length.is_bounded(batch) else None
 
 
 def _logits(plan: Any, new: NewTokens) -> torch.Tensor | str:
@@ -347,30 +360,3 @@ def _logits(plan: Any, new: NewTokens) -> torch.Tensor | str:
         return Cause("position_ids", "positions that the model has not learned")
     logits = plan.step(new.ids[:, 0])
     return logits[:, None].clone(memory_format=torch.contiguous_format)
-
-
-def _read_several(
-    state: Patched, model: nn.Module, new: NewTokens, positions: list[int], starts: list[int] | None
-) -> torch.Tensor | str | None:
-    """Read several new tokens of one sequence as drafts are read; return what :meth:`OwnLoops.logits` returns."""
-    (batch, count), cache = new.ids.shape, new.cache
-    if batch > 1 or count > MAX_QUERY_LEN or cache.state_layers:
-        return None
-    part, past = state.plans.part_of(model), cache.get_seq_length()
-    if part is None or part.takes_long:  # to record a step of so many tokens is too much for a turn of a conversation
-        return None
-    # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
-    if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):
-        return None
-    if (reason := _reason(state, part, new, starts, positions)) is not None:
-        return reason
-    learned = part.learned_positions
-    if learned is not None and positions[0] + count > learned[0]:
-        return Cause("position_ids", "positions that the model has not learned")
-    plan_of = functools.partial(state.plans.draft_plan, part, cache)
-    reader = DraftReader(plan_of, cache, _on_host(positions), _on_host(starts))
-    try:
-        with settling(cache, part):
-            return reader.read_piece(new.ids[0].tolist())[None].clone(memory_format=torch.contiguous_format)
-    finally:
-        reader.end()

@@ -1,4 +1,4 @@
-"""Copies of patched modules: pickles and replicas of DataParallel come out stock, deep copies of a model stay patched."""
+"""Copies of patched modules: pickles and DataParallel's replicas are stock, deep copies of a model stay patched."""
 
 from __future__ import annotations
 

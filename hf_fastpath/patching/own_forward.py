@@ -13,7 +13,7 @@ from torch import nn
 from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.eligibility import is_left_padding
-from ..decode.own_loop import NewTokens
+from ..decode.new_tokens import NewTokens
 from ..decode.patched import STATE_KEY
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.kv_cache import is_quantized
@@ -23,7 +23,9 @@ from .plan import PatchPlan
 from .state import PatchState
 
 #: arguments that tell of the text, or of nothing that a step would do otherwise
-_KNOWN = compat.CACHES | {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
+_KNOWN = compat.CACHES | {
+    *("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"),
+}
 #: entries of a config that ask every forward for more than logits
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -44,7 +46,7 @@ def forward_for(model: nn.Module) -> Callable[..., Any]:
     trainers ask it which arguments there are."""
     original = type(model).forward
     signature = inspect.signature(original)
-    call = _Calls(signature, compat.cache_name(model), compat.default_positions_read_mask(model))
+    call = _Calls(signature, compat.cache_name(model))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or self.training or torch.is_grad_enabled():
@@ -65,17 +67,16 @@ class _Calls:
     Args:
         signature: of the forward.
         cache_name: how the cache is called among the arguments, and in the output.
-        default_reads_mask: see ``NewTokens``.
     """
 
     #: arguments that decorators of forwards take
     _taken_besides = compat.CACHES | {"return_dict"}
 
-    def __init__(self, signature: inspect.Signature, cache_name: str, default_reads_mask: bool):
+    def __init__(self, signature: inspect.Signature, cache_name: str):
         _, *others = signature.parameters.values()
         self._names = tuple(each.name for each in others if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in others)
-        self._cache_name, self._default_reads_mask = cache_name, default_reads_mask
+        self._cache_name = cache_name
         #: class of the output that stock code has given for what a step gives; None before
         self._output: type | None = None
 
@@ -88,10 +89,9 @@ class _Calls:
         if cache is None:
             return self._first(model, state, named, args, kwargs)
         ids = named.get("input_ids")
-        is_ours = type(cache) is FastpathCache and not cache.is_kept
-        if not is_ours or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        if type(cache) is not FastpathCache or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             return type(model).forward(model, *args, **kwargs)
-        is_step = _is_few(ids) and cache.get_seq_length() > 0
+        is_step = not cache.is_kept and _is_few(ids) and cache.get_seq_length() > 0
         if not is_step and self._output is not None:
             return type(model).forward(model, *args, **kwargs)
         reason = self._reason(model, named)
@@ -99,11 +99,11 @@ class _Calls:
             return self._learned(type(model).forward(model, *args, **kwargs))
         if not is_step:
             return type(model).forward(model, *args, **kwargs)
+        if reason is None and not _counts_on(cache, ids, named.get("cache_position")):
+            reason = Cause("unsupported_input", "cache_position")
         if reason is None:
             mask, position_ids = named.get("attention_mask"), named.get("position_ids")
-            found = state.own_loops.logits(
-                state, model, NewTokens(ids, cache, mask, position_ids, self._default_reads_mask)
-            )
+            found = state.own_loops.logits(state, model, NewTokens(ids, cache, mask, position_ids))
             if isinstance(found, torch.Tensor):
                 keep = named.get("logits_to_keep", 0)
                 return self._made(model, found[:, -keep:], cache, named.get("return_dict"))
@@ -187,3 +187,9 @@ class _Calls:
 def _is_few(ids: torch.Tensor) -> bool:
     """Whether there is one new token of each sequence, or a few of one."""
     return ids.shape[1] == 1 or (len(ids) == 1 and 0 < ids.shape[1] <= MAX_QUERY_LEN)
+
+
+def _counts_on(cache: FastpathCache, ids: torch.Tensor, places: torch.Tensor | None) -> bool:
+    """Whether new tokens are to go behind all that a cache holds, as they do if nobody says where."""
+    first = cache.get_seq_length()
+    return places is None or places.tolist() == list(range(first, first + ids.shape[1]))
