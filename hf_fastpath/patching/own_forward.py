@@ -37,8 +37,10 @@ def is_due(plan: PatchPlan) -> bool:
     held = vars(model).get(compat.forward_attribute(model))
     if held is not None and getattr(held, "__func__", None) is not type(model).forward:
         return False
+    if plan.loop_reason is not None or plan.family is None or plan.ranks is not None:
+        return False
     is_plain = not (compat.is_multimodal(model) or compat.has_encoder(model) or compat.token_shape(model))
-    return plan.loop_reason is None and plan.family is not None and plan.ranks is None and is_plain
+    return is_plain and compat.is_known_code(type(model).forward, plan.family.module)
 
 
 def forward_for(model: nn.Module) -> Callable[..., Any]:
