@@ -20,16 +20,18 @@ class NewTokens:
         cache: what the tokens follow.
         mask: [batch, held and count], or None.
         position_ids: [batch or 1, count], or None.
+        past: tokens of each sequence that the cache holds.
     """
 
     ids: torch.Tensor
     cache: FastpathCache
     mask: torch.Tensor | None
     position_ids: torch.Tensor | None
+    past: int
 
     def starts(self) -> list[int] | None | Cause:
         """Return the left padding of each row, None if there is none; or the reason why the mask says more."""
-        mask, batch, length = self.mask, len(self.ids), self.cache.get_seq_length() + self.ids.shape[1]
+        mask, batch, length = self.mask, len(self.ids), self.past + self.ids.shape[1]
         if mask is None:
             return None
         if mask.dim() == 2 and mask.device == self.ids.device:
@@ -43,9 +45,9 @@ class NewTokens:
     def positions(self) -> list[int] | Cause:
         """Return the position of each row's first token: if none is given, behind all that the cache holds; or the
         reason why they are not known."""
-        (batch, count), given, past = self.ids.shape, self.position_ids, self.cache.get_seq_length()
+        (batch, count), given = self.ids.shape, self.position_ids
         if given is None:
-            return [past] * batch
+            return [self.past] * batch
         if given.dtype in INDEX_DTYPES and given.dim() == 2 and given.shape in ((batch, count), (1, count)):
             rows = given.tolist()
             if all(row == list(range(row[0], row[0] + count)) for row in rows):

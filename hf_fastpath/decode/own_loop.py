@@ -6,12 +6,14 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
 from torch import nn
 
 from ..cache.fastpath_cache import FastpathCache
+from ..cache.layer import FastpathLayer
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..options import MAX_BATCH
 from ..reasons import Cause
@@ -62,7 +64,7 @@ class WaitingPlan(DecodePlan):
 
     def bind(self) -> None:
         super().bind()
-        self._buffers = _buffers_of(self.cache)
+        self._buffers = _buffers_of(self.cache.key_layers)
 
     def is_of_now(self) -> bool:
         """Whether the model is as it was when the plan began."""
@@ -101,16 +103,17 @@ class WaitingPlan(DecodePlan):
         cache = new.cache
         if self._is_told != (new.position_ids is not None):
             return False
-        if starts != self._starts or not cache.take() or any(layer.record_past for layer in cache.state_layers):
+        if starts != self._starts or positions != [self._held + ahead for ahead in self._ahead]:
             return False
-        if any(layer.cumulative_length != self._held for layer in cache.counting_layers):
+        if (known := self.part.computed_positions) is not None and max(positions) >= known:
             return False
-        known = self.part.computed_positions
-        if positions != [self._held + ahead for ahead in self._ahead] or (
-            known is not None and max(positions) >= known
-        ):
+        keys, states = cache.key_layers, cache.state_layers
+        if not all([layer.take() for layer in keys]) or any(layer.record_past for layer in states):
             return False
-        now = _buffers_of(cache)
+        counting: Sequence[Any] = keys or states
+        if any(layer.cumulative_length != self._held for layer in counting):
+            return False
+        now = _buffers_of(keys)
         if len(now) != len(self._buffers) or any(one is not other for one, other in zip(now, self._buffers)):
             return False
         self.cache, self._waits_for = cache, None
@@ -135,8 +138,8 @@ def _on_host(numbers: list[int] | None) -> torch.Tensor | None:
     return None if numbers is None else torch.tensor(numbers, device="cpu")
 
 
-def _buffers_of(cache: FastpathCache) -> list[torch.Tensor]:
-    return [buffer for layer in cache.key_layers for buffer in layer.buffers]
+def _buffers_of(layers: Sequence[FastpathLayer]) -> list[torch.Tensor]:
+    return [buffer for layer in layers for buffer in layer.buffers]
 
 
 class OwnLoops:
@@ -176,15 +179,14 @@ class OwnLoops:
         if self._left_out:
             self._left_out -= 1
             return None
-        with state.plans.place() as is_free:
-            if not is_free:
-                return "busy"
-            starts = new.starts()
-            positions = starts if isinstance(starts, Cause) else new.positions()
-            if isinstance(starts, Cause) or isinstance(positions, Cause):
-                return starts if isinstance(starts, Cause) else positions
-            read = self._step if new.ids.shape[1] == 1 else self._read_several
-            return read(state, model, new, positions, starts)
+        starts = new.starts()
+        if isinstance(starts, Cause):
+            return starts
+        positions = new.positions()
+        if isinstance(positions, Cause):
+            return positions
+        read = self._step if new.ids.shape[1] == 1 else self._read_several
+        return read(state, model, new, positions, starts)
 
     def _step(
         self, state: Patched, model: nn.Module, new: NewTokens, positions: list[int], starts: list[int] | None
@@ -197,6 +199,19 @@ class OwnLoops:
                 plan.part.look_again()
                 return self._run(plan, new, plan.part)
             self._put_back(plan, ends=True)
+        with state.plans.place() as is_free:
+            return self._first_step(state, model, new, positions, starts, has_changed) if is_free else "busy"
+
+    def _first_step(
+        self,
+        state: Patched,
+        model: nn.Module,
+        new: NewTokens,
+        positions: list[int],
+        starts: list[int] | None,
+        has_changed: bool,
+    ) -> torch.Tensor | str | None:
+        """Step by a plan that has not served the cache last, of the model as it is now."""
         part = state.plans.part_of(model)
         reason = self._reason(state, part, new, starts, positions)
         self._changes = self._changes + 1 if has_changed or reason is not None else 0
@@ -273,7 +288,7 @@ class OwnLoops:
             return Cause("generation_mode", "forwards that are given more than tokens of a text")
         if (reason := model_reason(state, part, new.ids, new.cache)) is not None or part is None:
             return reason
-        if starts is not None and (reason := part.padding_reason(new.mask)) is not None:
+        if starts is not None and new.mask is not None and (reason := part.padding_reason(new.mask)) is not None:
             return reason
         known = part.computed_positions
         if known is not None and max(positions) >= known:

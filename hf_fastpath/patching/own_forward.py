@@ -93,7 +93,8 @@ class _Calls:
         ids = named.get("input_ids")
         if type(cache) is not FastpathCache or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             return type(model).forward(model, *args, **kwargs)
-        is_step = not cache.is_kept and _is_few(ids) and cache.get_seq_length() > 0
+        past = cache.get_seq_length()
+        is_step = not cache.is_kept and _is_few(ids) and past > 0
         if not is_step and self._output is not None:
             return type(model).forward(model, *args, **kwargs)
         reason = self._reason(model, named)
@@ -101,11 +102,11 @@ class _Calls:
             return self._learned(type(model).forward(model, *args, **kwargs))
         if not is_step:
             return type(model).forward(model, *args, **kwargs)
-        if reason is None and not _counts_on(cache, ids, named.get("cache_position")):
+        if reason is None and not _counts_on(past, ids, named.get("cache_position")):
             reason = Cause("unsupported_input", "cache_position")
         if reason is None:
             mask, position_ids = named.get("attention_mask"), named.get("position_ids")
-            found = state.own_loops.logits(state, model, NewTokens(ids, cache, mask, position_ids))
+            found = state.own_loops.logits(state, model, NewTokens(ids, cache, mask, position_ids, past))
             if isinstance(found, torch.Tensor):
                 keep = named.get("logits_to_keep", 0)
                 return self._made(model, found[:, -keep:], cache, named.get("return_dict"))
@@ -191,7 +192,6 @@ def _is_few(ids: torch.Tensor) -> bool:
     return ids.shape[1] == 1 or (len(ids) == 1 and 0 < ids.shape[1] <= MAX_QUERY_LEN)
 
 
-def _counts_on(cache: FastpathCache, ids: torch.Tensor, places: torch.Tensor | None) -> bool:
+def _counts_on(past: int, ids: torch.Tensor, places: torch.Tensor | None) -> bool:
     """Whether new tokens are to go behind all that a cache holds, as they do if nobody says where."""
-    first = cache.get_seq_length()
-    return places is None or places.tolist() == list(range(first, first + ids.shape[1]))
+    return places is None or places.tolist() == list(range(past, past + ids.shape[1]))
