@@ -18,7 +18,7 @@ from ..decode.patched import STATE_KEY
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.kv_cache import is_quantized
 from ..options import MAX_BATCH
-from ..reasons import Cause
+from ..reasons import Cause, class_name
 from .plan import PatchPlan
 from .state import PatchState
 
@@ -26,6 +26,8 @@ from .state import PatchState
 _KNOWN = compat.CACHES | {
     *("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"),
 }
+#: those of them that are tensors in a step
+_TENSORS = frozenset({"attention_mask", "position_ids", "cache_position"})
 #: entries of a config that ask every forward for more than logits
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -88,11 +90,12 @@ class _Calls:
             return type(model).forward(model, *args, **kwargs)  # which raises
         named = dict(zip(self._names, args), **kwargs) if args else kwargs
         cache = compat.cache_of(named, None) if self._cache_name in compat.CACHES else named.get(self._cache_name)
-        if cache is None:
-            return self._first(model, state, named, args, kwargs)
         ids = named.get("input_ids")
-        if type(cache) is not FastpathCache or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        is_ours = cache is None or type(cache) is FastpathCache
+        if not is_ours or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or _is_captured(ids):
             return type(model).forward(model, *args, **kwargs)
+        if cache is None:
+            return self._first(model, state, ids, named, args, kwargs)
         past = cache.get_seq_length()
         is_step = not cache.is_kept and _is_few(ids) and past > 0
         if not is_step and self._output is not None:
@@ -124,6 +127,8 @@ class _Calls:
                 return Cause("attention_outputs" if is_output else "unsupported_input", name)
             if value is not None and name in ("position_ids", "logits_to_keep") and name not in self._names:
                 return Cause("unsupported_input", name)
+            if name in _TENSORS and not (value is None or isinstance(value, torch.Tensor)):  # a mask for each layer
+                return Cause("unsupported_input", f"{name} is a {class_name(value)}")
         keep = named.get("logits_to_keep", 0)
         if type(keep) is not int or keep < 0:
             return Cause("unsupported_input", "logits_to_keep")
@@ -138,10 +143,16 @@ class _Calls:
     # ---- the first forward of a text ------------------------------------------------------------------------------
 
     def _first(
-        self, model: nn.Module, state: PatchState, named: dict[str, Any], args: tuple, kwargs: dict[str, Any]
+        self,
+        model: nn.Module,
+        state: PatchState,
+        ids: torch.Tensor,
+        named: dict[str, Any],
+        args: tuple,
+        kwargs: dict[str, Any],
     ) -> Any:
         """Read a text without a past, and hand out our cache if ``generate()`` would have used one."""
-        cache = self._made_cache(model, state, named)
+        cache = self._made_cache(model, state, ids, named)
         if cache is None:
             return type(model).forward(model, *args, **kwargs)
         others = {name: value for name, value in named.items() if name not in compat.CACHES}
@@ -149,13 +160,15 @@ class _Calls:
             found = type(model).forward(model, **others, **{self._cache_name: cache})
         return self._learned(found)
 
-    def _made_cache(self, model: nn.Module, state: PatchState, named: dict[str, Any]) -> FastpathCache | None:
+    def _made_cache(
+        self, model: nn.Module, state: PatchState, ids: torch.Tensor, named: dict[str, Any]
+    ) -> FastpathCache | None:
         """Make the cache for a text, or return None if stock code makes one or none is asked for."""
         asked = named.get("use_cache")
         if not (getattr(model.config, "use_cache", False) if asked is None else asked):
             return None
-        ids, mask, options = named.get("input_ids"), named.get("attention_mask"), state.options
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.is_meta:
+        mask, options = named.get("attention_mask"), state.options
+        if ids.numel() == 0 or ids.is_meta:
             return None
         is_large = len(ids) > min(MAX_BATCH, options.max_batch_size)
         if is_large or self._reason(model, named) is not None or compat.foreign_mode() is not None:
@@ -195,3 +208,8 @@ def _is_few(ids: torch.Tensor) -> bool:
 def _counts_on(past: int, ids: torch.Tensor, places: torch.Tensor | None) -> bool:
     """Whether new tokens are to go behind all that a cache holds, as they do if nobody says where."""
     return places is None or places.tolist() == list(range(past, past + ids.shape[1]))
+
+
+def _is_captured(ids: torch.Tensor) -> bool:
+    """Whether other code captures a forward into a CUDA graph, where nothing may be asked of the host."""
+    return ids.is_cuda and torch.cuda.is_current_stream_capturing()

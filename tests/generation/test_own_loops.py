@@ -253,6 +253,15 @@ def test_what_is_more_than_a_step(name, what, device, steps):
     assert len(steps) == 1
 
 
+def test_masks_of_kinds_of_layers(device, steps):
+    stock, ours = pair("gemma3_text", device)
+    given = dict(attention_mask={"full_attention": None, "sliding_attention": None})
+    assert_same_outputs(outputs_after(ours, prompt(device), **given), outputs_after(stock, prompt(device), **given))
+    assert len(steps) == 1
+    with torch.no_grad():
+        assert type(ours(prompt(device), **given)[CACHE]) is DynamicCache
+
+
 def test_a_config_that_asks_for_more(device, steps):
     stock, ours = pair("llama", device)
     ids = prompt(device)
