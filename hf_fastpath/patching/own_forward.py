@@ -41,8 +41,9 @@ def is_due(plan: PatchPlan) -> bool:
         return False
     if plan.loop_reason is not None or plan.family is None or plan.ranks is not None:
         return False
-    is_plain = not (compat.is_multimodal(model) or compat.has_encoder(model) or compat.token_shape(model))
-    return is_plain and compat.is_known_code(type(model).forward, plan.family.module)
+    if compat.is_multimodal(model) or compat.has_encoder(model) or compat.token_shape(model):
+        return False
+    return compat.cache_name(model) in compat.CACHES and compat.is_known_code(type(model).forward, plan.family.module)
 
 
 def forward_for(model: nn.Module) -> Callable[..., Any]:
@@ -89,7 +90,7 @@ class _Calls:
         if len(args) > len(self._names) or not kwargs.keys().isdisjoint(self._names[: len(args)]):
             return type(model).forward(model, *args, **kwargs)  # which raises
         named = dict(zip(self._names, args), **kwargs) if args else kwargs
-        cache = compat.cache_of(named, None) if self._cache_name in compat.CACHES else named.get(self._cache_name)
+        cache = compat.cache_of(named, None)
         ids = named.get("input_ids")
         is_ours = cache is None or type(cache) is FastpathCache
         if not is_ours or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or _is_captured(ids):
