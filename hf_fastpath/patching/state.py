@@ -125,10 +125,9 @@ class PatchState:
         Where a plan could be made when the model was last looked at, it is not looked at again before the first step.
         """
         snapshot = self.plans.snapshot  # another thread may replace it at any time
-        part = self.plans.part_of(model) if snapshot is None else snapshot.part
-        if part is None or batch > part.max_batch:
-            return None
-        if not self.serves(model, part) if snapshot is None else snapshot.reason is not None:
+        is_known = snapshot is not None and snapshot.reason is None
+        part = snapshot.part if snapshot is not None and is_known else self.plans.part_of(model)
+        if part is None or batch > part.max_batch or not (is_known or self.serves(model, part)):
             return None
         made = FastpathCache(model.config, self.options.kv_dtype, self.options.page_size)
         del made.layers[len(part.kinds) :]  # a config may tell of more layers than its decoder has

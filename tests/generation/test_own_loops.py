@@ -510,6 +510,19 @@ def test_a_model_that_changes_all_the_time_is_left_to_stock(device, steps, monke
     assert len(steps) > 30, "it is looked at again"
 
 
+@pytest.mark.parametrize("name", ("llama", "glm4"))
+def test_a_reason_that_comes_and_goes(name, device, steps):
+    _, ours = pair(name, device)
+    ids, layer = prompt(device) % 100, ours.model.layers[0].mlp
+    handle = layer.register_forward_hook(lambda module, given, out: out * 0.5)
+    own_loop_of(ours, ids, 3)
+    with torch.no_grad():
+        assert not steps and type(ours(ids, use_cache=True)[CACHE]) is DynamicCache
+    handle.remove()
+    own_loop_of(ours, ids, 4)
+    assert len(steps) == 4
+
+
 def test_unpatched_between_two_forwards(device, steps):
     stock, ours = pair("llama", device)
     found = own_loop_of(ours, prompt(device), 6, edit=at(3, lambda cache: hf_fastpath.unpatch(ours)))
