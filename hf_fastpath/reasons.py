@@ -191,8 +191,9 @@ REASONS: dict[str, Reason] = {
     ),
     "position_ids": Reason(
         "position_ids are not int64 or int32 with a row for every sequence, beside input_ids; or max_length is greater "
-        "than the table of positions that a model has computed, which its own code may make longer",
-        "leave them out: generate() makes them; ask for fewer tokens",
+        "than the table of positions that a model has computed, which its own code may make longer; or a forward in a "
+        "loop of your own is given none, and the model's code does not count on from what the cache holds",
+        "leave them out: generate() makes them; in such a loop, give them; ask for fewer tokens",
     ),
     "unsupported_input": Reason(
         "generate() or a module got an argument that our loops do not take (token_type_ids, encoder states, ...), or "

@@ -20,6 +20,7 @@ from .caches import (
     layer_kinds,
     layer_windows,
     made_layer,
+    makes_dynamic_caches,
     named_arguments,
     order_offloading,
     prefetch_waits,
@@ -28,6 +29,7 @@ from .caches import (
 )
 from .code import (
     FORWARD_ATTRIBUTES,
+    REPLICATE,
     below_autograd,
     converted_to_float32,
     forward_attribute,

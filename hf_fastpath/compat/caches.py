@@ -176,4 +176,10 @@ def named_arguments(function: Any, model: Any, args: tuple, kwargs: Mapping[str,
     return {name: bound.arguments[name] for name in names} | kwargs
 
 
+def makes_dynamic_caches(model: Any) -> bool:
+    """Whether a model's class has ``generate()`` make its cache as transformers' classes do, a ``DynamicCache``."""
+    is_stocks = type(model)._prepare_cache_for_generation is GenerationMixin._prepare_cache_for_generation
+    return is_stocks and model._supports_default_dynamic_cache()
+
+
 PREPARE_CACHE = "_prepare_cache_for_generation"

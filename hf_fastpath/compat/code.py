@@ -67,8 +67,9 @@ def name_of(function: Any) -> str:
 
 
 def is_ours(function: Any) -> bool:
-    """Whether a function is one that ``patch()`` binds."""
-    return getattr(function, "__module__", "").startswith("hf_fastpath.")
+    """Whether a function is one that ``patch()`` binds, and no wrapper of other code that has taken on its name."""
+    is_wrapper = getattr(function, "__wrapped__", None) is not None
+    return not is_wrapper and getattr(function, "__module__", "").startswith("hf_fastpath.")
 
 
 def converted_to_float32(function: Any) -> Any:
@@ -171,6 +172,8 @@ def names_written(cls: type) -> frozenset[str]:
     return frozenset(found)
 
 
+#: method by which DataParallel makes the module of another GPU
+REPLICATE = "_replicate_for_data_parallel"
 #: attributes in which a module may keep the forward that computes
 FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 

@@ -10,6 +10,7 @@ from .. import compat
 from ..decode.loops.patched import STATE_KEY
 from ..recording.family import Recorded
 from ..replacing.quantizing import quantize_model
+from . import own_forward
 from .copies import bind_copying
 from .families import DescribedOrRecorded
 from .forwards import FORWARDS
@@ -76,6 +77,8 @@ def _bind_forward(state: PatchState, binding: Binding) -> None:
 def _bind_generate(state: PatchState, plan: PatchPlan) -> None:
     bind_copying(state.ledger, plan.model)
     install_loops(state, LOOPS)  # a class with a loop of its own passes through them to be counted
+    if own_forward.is_due(plan):
+        state.ledger.bind(plan.model, compat.forward_attribute(plan.model), own_forward.forward_for(plan.model))
     if plan.generates:
         state.ledger.bind(plan.model, compat.PREPARE_CACHE, prepare_cache)
 
@@ -92,6 +95,7 @@ def quantize(plan: PatchPlan, state: PatchState, quiet: bool) -> None:
 def undo(state: PatchState) -> None:
     """Bring a model back to what it was. A call that was broken off can be made again and goes on from there."""
     state.plans.clear()
+    state.own_loops.clear()
     state.ledger.bring_layers_back(state.model)
     uninstall_loops(state)
     state.ledger.undo()

@@ -1,4 +1,4 @@
-"""Copies of patched modules: pickles come out stock, deep copies of a model stay patched."""
+"""Copies of patched modules: pickles and DataParallel's replicas are stock, deep copies of a model stay patched."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import copy
 
 from torch import nn
 
+from .. import compat
+from ..decode.patched import STATE_KEY
 from .generation import LOOPS
 from .ledger import Ledger
 from .loops import install_loops
@@ -14,7 +16,8 @@ from .state import PatchState, state_of
 
 
 def bind_copying(ledger: Ledger, module: nn.Module) -> None:
-    """Bind the two methods that pickle and ``copy`` look up on the instance."""
+    """Bind the methods that pickle, ``copy`` and DataParallel look up on the instance."""
+    ledger.bind(module, compat.REPLICATE, _replicate)
     ledger.bind(module, "__getstate__", _getstate)
     ledger.bind(module, "__deepcopy__", _deepcopy)
 
@@ -23,6 +26,15 @@ def _getstate(self: nn.Module) -> dict:
     """Return the module's ``__dict__`` as it was before ``patch()``, for pickle and ``copy.copy``."""
     state = state_of(self) or vars(self)[KEY].state
     return state.ledger.before(self)
+
+
+def _replicate(self: nn.Module) -> nn.Module:
+    """Make a replica for another GPU as the module's class does, without what is bound to the module itself."""
+    made = getattr(type(self), compat.REPLICATE)(self)
+    for name, value in list(vars(made).items()):
+        if name.startswith(STATE_KEY) or compat.is_ours(getattr(value, "__func__", None)):
+            del vars(made)[name]
+    return made
 
 
 def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:

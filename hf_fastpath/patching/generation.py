@@ -60,6 +60,7 @@ def prepare_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             made if is_text_alone else FastpathEncoderDecoderCache(made, whole.cross_attention_cache)
         )
     if isinstance(made, FastpathCache):
+        state.own_loops.let_go(made)
         if not generation_config.is_assistant:  # an assistant is asked for a few tokens at a time
             made.expect(generation_config.max_length)
         if part is not None and part.is_cast_down:

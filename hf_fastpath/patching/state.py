@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from .. import compat, reasons
+from ..cache.fastpath_cache import FastpathCache
 from ..decode.loops.eligibility import uncovered_reason
+from ..decode.loops.own_loop import OwnLoops
 from ..decode.loops.patched import STATE_KEY
 from ..decode.plans.plan_cache import PlanCache
 from ..decode.ranks.process_group import Ranks
@@ -54,6 +56,7 @@ class PatchState:
         decided: the plan that ``patch()`` made; None until then.
         ledger: what was put into the model, and how it was before.
         plans: decode plans and programs.
+        own_loops: the plans of loops that call the model's forward for every token.
         stats: what has happened since.
         enabled: False while ``verify`` compares with stock code.
         huge_pages: what moves the weights in host memory into pages of 2 MB, or None.
@@ -70,6 +73,7 @@ class PatchState:
     decided: PatchPlan | None = None
     ledger: Ledger = field(default_factory=Ledger)
     plans: PlanCache = field(default_factory=PlanCache)
+    own_loops: OwnLoops = field(default_factory=OwnLoops)
     stats: Stats = field(default_factory=Stats)
     enabled: bool = True
     huge_pages: Move | None = None
@@ -115,6 +119,20 @@ class PatchState:
         reason = None if part is None else uncovered_reason(self.loop_reason, model, part)
         return part is not None and reason is None and self.plans.reason_of(part) is None
 
+    def own_cache(self, model: nn.Module, batch: int) -> FastpathCache | None:
+        """Make a cache for a text that the user's own loop goes on with, or return None if no plan would serve it.
+
+        Where a plan could be made when the model was last looked at, it is not looked at again before the first step.
+        """
+        snapshot = self.plans.snapshot  # another thread may replace it at any time
+        is_known = snapshot is not None and snapshot.reason is None
+        part = snapshot.part if snapshot is not None and is_known else self.plans.part_of(model)
+        if part is None or batch > part.max_batch or not (is_known or self.serves(model, part)):
+            return None
+        made = FastpathCache(model.config, self.options.kv_dtype, self.options.page_size)
+        del made.layers[len(part.kinds) :]  # a config may tell of more layers than its decoder has
+        return made
+
     def decide(self, plan: PatchPlan) -> None:
         """Take on the plan that :func:`.analyse.analyse` made."""
         self.decided = plan
@@ -149,6 +167,7 @@ class PatchState:
         """Forget what threads of another process held and did."""
         self.door, self.waiting = threading.RLock(), set()
         self.plans.forget_other_threads()
+        self.own_loops.forget_other_threads()
         self.aside.forget_other_threads()
         self.stats.renew_lock()
 

@@ -124,6 +124,7 @@ class _Trial:
         """Make an empty cache; return it, and what the model's forward takes for it."""
         cache = FastpathCache(self.part.source.config)
         del cache.layers[len(self.part.kinds) :]
+        cache.is_kept = True  # the forward of a patched model leaves such a cache to the model's own code
         return cache, cache if self.output is None else compat.over_encoder(cache)
 
     def stock(self, first: int, end: int, whole: Any) -> torch.Tensor:

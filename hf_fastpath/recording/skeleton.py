@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import threading
+from types import MethodType
 from typing import Any
 
 import torch
@@ -181,6 +182,8 @@ def _stock_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo[id(module)] = type(module).__new__(type(module))
     for module in modules:
         contents = {name: value for name, value in vars(module).items() if not _is_ours(name, value)}
+        if compat.forward_attribute(module) not in ("forward", *contents):  # a hook calls what is there
+            contents[compat.forward_attribute(module)] = MethodType(type(module).forward, module)
         vars(memo[id(module)]).update(copy.deepcopy(contents, memo))
     return memo[id(model)]
 

@@ -153,7 +153,8 @@ def test_hooks_that_only_place_tensors_are_fast(hooks_come, architecture, fused_
     assert_equal_generation(ours, stock)
     cache, ids = hf_fastpath.FastpathCache(ours.config), prompt(device, 2, 9)
     with torch.no_grad():
-        found = [ours(part, **{CACHE: cache}).logits[:, -1] for part in ids.split((8, 1), dim=1)]
+        # several tokens of several sequences are no step of a plan
+        found = [ours(part, **{CACHE: cache}).logits[:, -1] for part in ids.split((7, 2), dim=1)]
     torch.testing.assert_close(found[1], stock(ids).logits[:, -1])
     assert len(fused_layers) == 2
     if hooks_come == "before_patch":

@@ -29,6 +29,7 @@ FILES = (
     *("decode/sources/steps.py", "decode/calls/named_calls.py"),
     *("decode/lower/which_op.py", "decode/lower/many_rows.py"),
     *("patching/forwards.py", "patching/module_patch.py", "patching/over_cache.py"),
+    *("patching/own_forward.py", "decode/own_loop.py"),
 )
 #: parts of a FastpathCache: layers, options, tokens that it holds before it is edited
 HOLDERS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
@@ -685,7 +686,8 @@ def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name, request,
         with torch.no_grad():
             if past:
                 ours(prompt(device, 1, past), **{CACHE: filled})
-            ours(new, **{CACHE: copy.deepcopy(filled)})  # so that there are pages enough
+            for _ in range(2):  # so that there are pages enough, and a plan for a single token
+                ours(new, **{CACHE: copy.deepcopy(filled)})
             cache = copy.deepcopy(filled)
             gc.collect()
             with Fault(FILES) as whole:

@@ -50,7 +50,6 @@ PROCESSORS: dict[str, dict] = {
 #: reasons that a call counts besides its fast tokens
 REASONS = {
     "PrefixConstrainedLogitsProcessor": "custom_logits_processor",  # it calls the user's function
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "other_cache",  # it runs the model over a cache of its own
 }
 #: warpers that a plan applies by itself, so that only the token behind the prompt passes through them
 IN_THE_PLAN = ("TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper", "MinPLogitsWarper")

@@ -64,13 +64,15 @@ def test_falcon_kv_bytes_are_those_of_the_cache(changes):
 
 @torch.no_grad()
 def test_falcon_makes_a_mask_for_every_token(device):
-    """The user's own loop therefore runs stock layers, and says why; those of generate() are fast."""
+    """A forward that is no step of a plan therefore runs stock layers, and says why; steps and generate() are fast."""
     stock, ours = fresh("falcon", device)
-    cache, ids = hf_fastpath.FastpathCache(ours.config), prompt(device, 2, 9)
-    with counting(ours) as counts:
-        found = [ours(part, **{CACHE: cache}).logits[:, -1] for part in ids.split((8, 1), dim=1)]
-    assert set(counts.reasons) == {"attention_mask"}
-    torch.testing.assert_close(found[1], stock(ids).logits[:, -1])
+    ids = prompt(device, 2, 9)
+    for asked, reasons in ({}, set()), (dict(output_hidden_states=True), {"attention_mask"}):
+        cache = hf_fastpath.FastpathCache(ours.config)
+        with counting(ours) as counts:
+            found = [ours(part, **{CACHE: cache}, **asked).logits[:, -1] for part in ids.split((8, 1), dim=1)]
+        assert set(counts.reasons) == reasons
+        torch.testing.assert_close(found[1], stock(ids).logits[:, -1])
     with counting(ours) as counts:
         beams = ours.generate(ids, num_beams=3, **SHORT)
     assert counts.fast and not counts.reasons

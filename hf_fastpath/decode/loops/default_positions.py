@@ -1,0 +1,55 @@
+"""Where a forward that is given no position ids puts new tokens: behind all that the cache holds, or elsewhere.
+
+Most code counts on from the length of the cache. RoBERTa's skips the padding token's number, OPT's counts the ones of
+the mask, Bamba's begins at zero in every forward. So the model's own forward is asked: with and without the position.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from ... import compat
+from ...cache.fastpath_cache import FastpathCache
+from ..sources.step_source import StepSource
+from .patched import paused
+
+#: tokens of a text that a token follows, and those of them that are padding in one of two rows
+_LENGTH, _PADDING = 6, 2
+
+
+def count_on(part: StepSource, is_padded: bool) -> bool:
+    """Return whether a token's default position is the number of tokens, padding among them, that the cache holds.
+
+    Args:
+        part: a model without a reason against a decode plan.
+        is_padded: the mask shows padding in front of the text.
+    """
+    if not part.takes_positions:
+        return True
+    device = part.embedding.weight.device
+    ids = (5 + 7 * torch.arange(2 * (_LENGTH + 1), device=device)).view(2, -1) % part.num_embeddings
+    mask = torch.ones_like(ids)
+    if is_padded:
+        mask[1, :_PADDING] = 0
+    cache = FastpathCache(part.source.config)
+    del cache.layers[len(part.kinds) :]
+    try:
+        with paused(part.source):  # no reason of these forwards is counted
+            _logits(part, ids[:, :_LENGTH], mask[:, :_LENGTH], cache)
+            other = copy.deepcopy(cache)
+            found = _logits(part, ids[:, _LENGTH:], mask, cache)
+            expected = _logits(part, ids[:, _LENGTH:], mask, other, position_ids=torch.full_like(ids[:, :1], _LENGTH))
+    except Exception:  # nobody has tried this code: anything may be raised
+        return False
+    error, size = (found - expected).abs().max(), expected.abs().max()
+    return bool(error <= torch.finfo(found.dtype).eps * size)
+
+
+def _logits(part: StepSource, ids: torch.Tensor, mask: torch.Tensor, cache: FastpathCache, **given: Any) -> Any:
+    """Run the forward of the model's class."""
+    model: Any = part.source
+    given |= {"attention_mask": mask, compat.cache_name(model): cache}
+    return type(model).forward(model, input_ids=ids, use_cache=True, **given).logits
