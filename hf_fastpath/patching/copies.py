@@ -7,7 +7,7 @@ import copy
 from torch import nn
 
 from .. import compat
-from ..decode.patched import STATE_KEY
+from ..decode.loops.patched import STATE_KEY
 from .generation import LOOPS
 from .ledger import Ledger
 from .loops import install_loops
