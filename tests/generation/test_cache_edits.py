@@ -29,7 +29,7 @@ FILES = (
     *("decode/sources/steps.py", "decode/calls/named_calls.py"),
     *("decode/lower/which_op.py", "decode/lower/many_rows.py"),
     *("patching/forwards.py", "patching/module_patch.py", "patching/over_cache.py"),
-    *("patching/own_forward.py", "decode/own_loop.py"),
+    *("patching/own_forward.py", "decode/loops/own_loop.py"),
 )
 #: parts of a FastpathCache: layers, options, tokens that it holds before it is edited
 HOLDERS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {

@@ -31,7 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode import own_loop
+from hf_fastpath.decode.loops import own_loop
 from hf_fastpath.patching.state import state_of
 
 LISTED = ("gpt2", "llama", "mistral", "gemma3_text", "qwen3_moe")
