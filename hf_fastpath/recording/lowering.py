@@ -13,6 +13,7 @@ from .. import ops
 from ..choices import Activation, NormKind, Rotation
 from ..decode.calls.named_calls import Call, Register
 from ..decode.lower import composed, many_rows
+from ..decode.lower.attend import attend_latents
 from ..decode.lower.positions import Positions
 from ..decode.lower.which_op import Lower
 from ..ops.gemv import MAX_ROWS
@@ -183,6 +184,10 @@ class Lowering:
             v = v if angles is None else self._emit(composed.turned, x=v, **angles)
             self._emit(composed.append_states, k=k, v=v, cache=cache, seq_lens=at.seq_lens)
         q = q if angles is None else self._emit(composed.with_turned_end, q=q, **angles)
+        if self._to.attention is not None:
+            return self._emit(
+                attend_latents, attention=self._to.attention, q=q, weight=weight, cache=cache, scale=scale
+            )
         return self._emit(composed.latent_attention, q=q, weight=weight, cache=cache, **seen, window=window)
 
     def _over_latents(self, fact, q, layer, weight, new, angles, seen) -> Any:

@@ -139,6 +139,15 @@ class Attention:
             return out.transpose(1, 2).flatten(2)
         return self._sdpa(q, k, v, scale)
 
+    def over_latents(self, q: torch.Tensor, weight: torch.Tensor, cache: KVCache, scale: float) -> torch.Tensor:
+        """Compute what ``composed.latent_attention`` does, without a window."""
+        heads, turned = q.shape[1], cache.v.shape[-1]
+        latents, keys = (each.narrow(2, 0, self._length) for each in self._states(cache, q.dtype))
+        plain = q.shape[-1] - turned
+        made = latents @ weight.view(heads, -1, weight.shape[-1]).mT  # [batch, heads, length, plain + value_dim]
+        k = torch.cat((made[..., :plain], keys.expand(-1, heads, -1, -1)), dim=-1)
+        return self._sdpa(q.transpose(1, 2), k, made[..., plain:], scale).unflatten(2, (heads, -1))
+
     def _in_pieces(self, q, cache: KVCache, scale, window, **changes) -> torch.Tensor:
         """Run ``ops.decode_attention`` over pieces of as many tokens as the op takes."""
         found, behind = [], q.shape[1]
@@ -192,6 +201,22 @@ def attend(
     """Run :meth:`Attention.over` as a call of a step."""
     cache = KVCache(k_cache, v_cache, k_scales, v_scales, block_table)
     return attention.over(q, cache, scale, window, softcap, sinks, slopes)
+
+
+def attend_latents(
+    attention: Attention,
+    q: torch.Tensor,
+    weight: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Do as ``composed.latent_attention`` for many tokens, for which keys and values are made of the latent: a product
+    of queries and keys is shorter than one of queries and latents."""
+    return attention.over_latents(q, weight, KVCache(k_cache, v_cache, k_scales, v_scales, block_table), scale)
 
 
 @dataclass(frozen=True)
