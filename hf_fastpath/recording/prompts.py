@@ -83,9 +83,10 @@ class RecordedPrompts:
         self._part, self._looked_at = part, looked_at
         #: number of sequences, whether prompts begin their texts -> what is recorded and proven
         self._known: dict[tuple[int, bool], list[Recording]] = {}
-        #: the same, and the number of new tokens with which a recording was tried
-        self._tried: set[tuple[int, bool, int]] = set()
-        self._padded: dict[tuple[int, int, bool], bool] = {}  # the same -> whether padding matters to attention alone
+        self._declined: set[tuple[int, bool]] = set()  # of which a recording was tried, and came to nothing
+        #: number of sequences, number of new tokens when recorded, whether prompts begin their texts -> whether padding
+        #: matters to attention alone
+        self._padded: dict[tuple[int, int, bool], bool] = {}
         self._asked: set[int] = set()  # numbers of sequences of which there was a prompt
         self._in_trial: Recording | None = None
 
@@ -124,6 +125,13 @@ class RecordedPrompts:
                 self._padded[key] = False
         return self._padded[key]
 
+    @functools.cached_property
+    def _has_recurrence(self) -> bool:
+        """Whether a layer has a recurrent state, of which stock code makes hundreds of small calls a layer: a list of
+        these takes long to record, and is as slow."""
+        places = self._part.recording(1, 1).state_places if self._has_states else []
+        return any(name == "recurrent_states" for layer in places for name, _ in layer)
+
     @property
     def _has_states(self) -> bool:
         return any(kind.states for kind in self._part.kinds)
@@ -135,6 +143,8 @@ class RecordedPrompts:
             return False
         if part.has_encoder or part.token_shape or not all(kind.keys or kind.states for kind in part.kinds):
             return False
+        if self._has_recurrence:
+            return False
         if part.has_experts and rows > MAX_ROWS:
             return False
         return all(window is None or length <= window for window in part.windows)
@@ -143,11 +153,13 @@ class RecordedPrompts:
         """Return a further recording, and keep it; None if none was made that can be lowered and gives what the model's
         own forward gives."""
         known = self._known.setdefault((batch, begins), [])
+        if (batch, begins) in self._declined or len(known) == _MOST:
+            return None
         try:
             tokens = count_like(count if known else 0, self._part.module)
-            if (key := (batch, begins, tokens)) in self._tried or len(known) == _MOST:
+            if tokens in [each.query_len for each in known]:
                 return None
-            self._tried.add(key)
+            self._declined.add((batch, begins))
             made = whole_prompt(self._looked_at.skeleton_as_now, batch, tokens, begins)
             if not all(map(_is_of_prompts, made.calls)):
                 return None
@@ -159,6 +171,7 @@ class RecordedPrompts:
         finally:
             self._in_trial = None
         known.append(made)
+        self._declined.remove((batch, begins))
         return made
 
     def prepare(self, cache: FastpathCache, batch: int) -> None:

@@ -87,14 +87,14 @@ def _passed(skeleton: Skeleton, recorded: Callable[[], Recording]) -> Recording:
 
 def count_like(wanted: int, model: nn.Module) -> int:
     """Return a number of new tokens to record a prompt with: a prime from about ``wanted`` on, so that a size is a
-    multiple only if it is made of the number; no size of the model's tensors is one.
+    multiple only if it is made of the number. No size of the model's tensors is one, and no layer's number is as large.
 
     Raises:
         Unrecordable: there is none.
     """
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    first = min(max(wanted, _LEAST_COUNT), _MOST_COUNT)
-    for count in range(first, 2 * _MOST_COUNT):
+    layers = max((len(each) for each in model.modules() if isinstance(each, nn.ModuleList)), default=0)
+    for count in range(max(min(wanted, _MOST_COUNT), _LEAST_COUNT, layers), layers + 2 * _MOST_COUNT):
         if all(count % each for each in range(2, math.isqrt(count) + 1)) and all(size % count for size in sizes):
             return count
     raise Unrecordable("tensors of too many sizes")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import habits
 import pytest
 import torch
-from causal_lm_types import VOCAB, small_model
+from causal_lm_types import VOCAB, random_model, small_config, small_model
 from habits import NEW_TOKENS, READ_BY_LISTS, RECORDABLE, habit_model
 from models import CPU, counting, require_native
 
@@ -32,15 +32,13 @@ TYPES = {
     "bloom": "attention of its own, with slopes",
     "deepseek_v3": "latents, and experts for a few rows",
     "lfm2": "windows of convolutions",
-    "mamba2": "chunks of a state space, alone",
     "minicpm3": "latents",
     "mpt": "attention of its own, with slopes and a table of them",
-    "qwen3_5_text": "chunks of a gated delta net, by a loop",
     "xglm": "positions of sines that are looked up",
 }
 EXPERTS = {"deepseek_v3"}
-#: types whose forward reads few tokens, or a whole number of chunks, otherwise
-STATES = {"lfm2", "mamba2", "qwen3_5_text"}
+#: types whose forward reads tokens otherwise that do not fill a convolution's window
+STATES = {"lfm2"}
 #: types in which attention alone sees padding
 PADDED = {"bert", "glm4", "minicpm3", "mpt", "xglm"}
 #: numbers of tokens beside those with which prompts are recorded, and around chunks of states
@@ -107,7 +105,7 @@ def assert_equal(ours, stock, ids: torch.Tensor, **options) -> None:
 def test_lengths(name, monkeypatch):
     stock, ours = pair(name)
     ours.generate(ids_of(5), **GREEDY)  # stock's modules read the first one
-    read = []
+    read: list[tuple[int, ...]] = []
     for length in LENGTHS:
         with reads(monkeypatch) as shapes:
             assert_equal(ours, stock, ids_of(length))
@@ -115,6 +113,32 @@ def test_lengths(name, monkeypatch):
             assert shapes == [(1, length)] or name in STATES, length
             read += shapes
     assert len(read) > 3
+
+
+@pytest.mark.parametrize("name", ("granitemoehybrid", "mamba2", "qwen3_5_text"))
+def test_recurrent_states_are_left_to_modules(name, monkeypatch):
+    """A list of hundreds of calls a layer takes long to record, and is as slow."""
+    require_native(CPU)
+    monkeypatch.setattr(recorded_prompts, "whole_prompt", None)
+    stock = small_model(name)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for length in (9, 9, 1):
+        with reads(monkeypatch) as shapes:
+            assert_equal(ours, stock, ids_of(length))
+        assert not shapes
+
+
+def test_more_layers_than_tokens_are_recorded(monkeypatch):
+    """The number of a layer is no size."""
+    require_native(CPU)
+    config = small_config("glm4")
+    config.num_hidden_layers = 33
+    stock = random_model(config)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for length in (9, 9, 40):
+        with reads(monkeypatch) as shapes:
+            assert_equal(ours, stock, ids_of(length))
+    assert shapes == [(1, 40)]
 
 
 @pytest.mark.parametrize("name", TYPES)
