@@ -14,6 +14,7 @@ import torch
 from causal_lm_types import VOCAB, random_model, small_config, small_model
 from habits import NEW_TOKENS, READ_BY_LISTS, RECORDABLE, habit_model
 from models import CPU, counting, require_native
+from transformers import AutoModelForCausalLM
 
 import hf_fastpath
 from hf_fastpath.compat import CACHE
@@ -133,7 +134,7 @@ def test_more_layers_than_tokens_are_recorded(monkeypatch):
     require_native(CPU)
     config = small_config("glm4")
     config.num_hidden_layers = 33
-    stock = random_model(config)
+    stock = random_model(config, AutoModelForCausalLM)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     for length in (9, 9, 40):
         with reads(monkeypatch) as shapes:
