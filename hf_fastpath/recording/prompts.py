@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..decode.sources.prompts import PromptInputs, empty_states
 from ..ops.gemv import MAX_ROWS
 from . import marks
 from .arguments import why_padding_matters
+from .errors import OUT_OF_MEMORY
 from .looked_at import LookedAt
 from .lowering import Lowering
 from .proof import prompts_agree
@@ -26,9 +28,9 @@ from .recorded_step import Recording
 from .text_lengths import Served
 from .whole_step import count_like, recorded_prompt, whole_prompt
 
-#: what attention of a prompt does not add to its scores
 #: recordings of a number of sequences, each of other numbers of new tokens
 _MOST = 3
+#: what attention of a prompt does not add to its scores
 _OTHER_SCORES = "bias", "row_biases", "encoded"
 
 
@@ -88,13 +90,13 @@ class RecordedPrompts:
         #: matters to attention alone
         self._padded: dict[tuple[int, int, bool], bool] = {}
         self._asked: set[int] = set()  # numbers of sequences of which there was a prompt
-        self._in_trial: Recording | None = None
+        self._trials: dict[int, Recording] = {}  # a thread -> the recording that it compares with the model's own code
 
     def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Recording | None:
         """Return the recording that reads a prompt, or None."""
         batch, count = shape
-        if self._in_trial is not None:
-            return self._in_trial
+        if (trial := self._trials.get(threading.get_ident())) is not None:
+            return trial
         if not self._may_be_read(batch * count, past + count):
             return None
         if count == 1:
@@ -152,26 +154,34 @@ class RecordedPrompts:
     def _proven(self, batch: int, begins: bool, count: int) -> Recording | None:
         """Return a further recording, and keep it; None if none was made that can be lowered and gives what the model's
         own forward gives."""
-        known = self._known.setdefault((batch, begins), [])
-        if (batch, begins) in self._declined or len(known) == _MOST:
+        key = batch, begins
+        known = self._known.setdefault(key, [])
+        if key in self._declined or len(known) == _MOST:
             return None
+        self._declined.add(key)  # until there is another result; threads that come meanwhile leave prompts to modules
         try:
             tokens = count_like(count if known else 0, self._part.module)
             if tokens in [each.query_len for each in known]:
+                self._declined.discard(key)
                 return None
-            self._declined.add((batch, begins))
             made = whole_prompt(self._looked_at.skeleton_as_now, batch, tokens, begins)
             if not all(map(_is_of_prompts, made.calls)):
                 return None
-            self._in_trial = made
+            self._trials[threading.get_ident()] = made
             if made.served is None or not prompts_agree(self._part, batch, begins, made.served):
                 return None
+        except OUT_OF_MEMORY:  # there may be more next time
+            self._declined.discard(key)
+            return None
         except Exception:  # nobody has tried this code: anything may be raised, and stock's modules read prompts, too
             return None
+        except BaseException:  # the user has broken it off
+            self._declined.discard(key)
+            raise
         finally:
-            self._in_trial = None
+            self._trials.pop(threading.get_ident(), None)
         known.append(made)
-        self._declined.remove((batch, begins))
+        self._declined.discard(key)
         return made
 
     def prepare(self, cache: FastpathCache, batch: int) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import habits
 import pytest
@@ -312,3 +313,38 @@ def test_a_prompt_takes_no_more_memory_than_stocks(monkeypatch):
     assert programs
     for program in programs.values():
         assert not any(isinstance(each, torch.Tensor) for each in program._program.values)
+
+
+def test_threads_whose_prompts_are_recorded(monkeypatch):
+    """Threads that come while a prompt is recorded and compared leave theirs to the modules."""
+    require_native(CPU)
+    stock = small_model("glm4")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    ours.generate(ids_of(9), **GREEDY)
+    lengths = range(10, 22)
+    expected = [stock.generate(ids_of(length, 1 + length % 2), **GREEDY) for length in lengths]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda length: ours.generate(ids_of(length, 1 + length % 2), **GREEDY), lengths))
+    assert all(map(torch.equal, found, expected))
+    with reads(monkeypatch) as shapes:
+        assert_equal(ours, stock, ids_of(40))
+    assert shapes == [(1, 40)]
+
+
+@pytest.mark.parametrize("error", (KeyboardInterrupt, MemoryError))
+def test_what_was_broken_off_is_recorded_by_the_next_prompt(error, monkeypatch):
+    require_native(CPU)
+    stock = small_model("glm4")
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    ours.generate(ids_of(9), **GREEDY)
+    with monkeypatch.context() as patch:
+
+        def fail(*given):
+            raise error
+
+        patch.setattr(recorded_prompts, "prompts_agree", fail)
+        with pytest.raises(error) if error is KeyboardInterrupt else nullcontext():
+            ours.generate(ids_of(9), **GREEDY)
+    with reads(monkeypatch) as shapes:
+        assert_equal(ours, stock, ids_of(40))
+    assert shapes == [(1, 40)]
