@@ -233,6 +233,10 @@ def by_places(layer, x, length):
     return x * (1 + torch.arange(x.shape[1])[None, :, None] / 50)
 
 
+def clamped(layer, x, length):
+    return x * (1 + torch.arange(x.shape[1]).clamp(max=58)[None, :, None] / 50)
+
+
 def in_pieces(layer, x, length):
     return torch.cat([piece * 1.1 for piece in x.split(16, dim=1)], dim=1)
 
@@ -245,7 +249,7 @@ def in_halves(layer, x, length):
 NEW_TOKENS = (
     *("alone", "beyond_new", "at_multiples_of_new", "by_number_of_new", "by_elements", "by_len", "in_a_loop_of_new"),
     *("rows_one_by_one", "shifted", "rolled", "of_the_first_half", "of_all_before", "of_the_mean", "by_places"),
-    *("in_pieces", "in_halves"),
+    *("in_pieces", "in_halves", "clamped"),
 )
 #: those of which lists of calls can be made
 READ_BY_LISTS = (

@@ -37,6 +37,13 @@ def multiple_of(value: Any, count: int, symbol: Any) -> Any:
     return made
 
 
+def holds_multiple(value: Any, count: int) -> bool:
+    """Whether an argument holds a plain number that :func:`multiple_of` would take for one of a symbol."""
+    if isinstance(value, (list, tuple)):
+        return any(holds_multiple(each, count) for each in value)
+    return isinstance(multiple_of(value, count, 1), IntOfLength) and not isinstance(value, IntOfLength)
+
+
 def follows_length(value: Any) -> bool:
     """Whether an argument is made of a length, or holds a number that is."""
     return isinstance(value, (IntOfLength, FloatOfLength)) or (

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import compat
 from .errors import StandInRead, Unrecordable
-from .numbers_of_lengths import is_multiple
+from .numbers_of_lengths import holds_multiple, is_multiple
 from .passes import passed
 from .recorded_step import Recording
 from .skeleton import Skeleton
@@ -50,7 +50,19 @@ def whole_prompt(skeleton: Skeleton, batch: int, count: int, begins: bool) -> Re
     served = _served_alike(skeleton, batch, count, begins)
     if served is not None:
         return _passed(skeleton, lambda: recorded_prompt(skeleton, batch, count, begins, known_of=served))
-    return _passed(skeleton, lambda: recorded_prompt(skeleton, batch, count, begins))
+    return _passed(skeleton, lambda: _checked(recorded_prompt(skeleton, batch, count, begins)))
+
+
+def _checked(recording: Recording) -> Recording:
+    """Refuse a recording with a number that is no size, but looks like one that is made of the number of new tokens.
+
+    Raises:
+        Unrecordable: it has one.
+    """
+    numbers = (each for call in recording.calls for each in call.arguments.values())
+    if any(holds_multiple(each, int(recording.query_len)) for each in numbers):
+        raise Unrecordable("a number that is a multiple of the number of recorded tokens")
+    return recording
 
 
 def recorded_prompt(skeleton: Skeleton, batch: int, count: int, begins: bool, **how: Any) -> Recording:
@@ -71,7 +83,7 @@ def _served_alike(skeleton: Skeleton, batch: int, count: int, begins: bool) -> S
     if not compat.is_of_transformers(skeleton.model):
         return None
     try:
-        found = recorded_prompt(skeleton, batch, count, begins, one_of_alike=True)
+        found = _checked(recorded_prompt(skeleton, batch, count, begins, one_of_alike=True))
     except Exception:  # a layer may take what another one has left outside of the cache
         return None
     numbers = (each for call in found.calls for each in call.arguments.values())

@@ -348,3 +348,10 @@ def test_what_was_broken_off_is_recorded_by_the_next_prompt(error, monkeypatch):
     with reads(monkeypatch) as shapes:
         assert_equal(ours, stock, ids_of(40))
     assert shapes == [(1, 40)]
+
+
+def test_a_number_of_the_models_that_looks_like_a_size(monkeypatch):
+    """It stays what it is: beyond 58 tokens the model's clamp shows."""
+    stock, ours = pair("clamped")
+    for length in (9, 9, 20, 70):
+        assert_equal(ours, stock, ids_of(length))
