@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers
 
 from hf_fastpath import logs
 from hf_fastpath.native import build, loader
+from hf_fastpath.recording import prompts
 from hf_fastpath.registry import FLOAT_DTYPES
 
 pytest.register_assert_rewrite("checks", "linear_checks", "memory", "parity", "models", "architecture_checks")
@@ -108,6 +110,17 @@ def repeatable(request: pytest.FixtureRequest):
         torch.set_num_threads(1)  # for tiny models, handing a microsecond of work to a pool takes longer than the work
     yield
     torch.set_num_threads(threads)
+
+
+#: files whose tests have prompts of recorded models read by lists of calls, each of which takes as long as many tests
+READ_BY_LISTS = ("test_recorded_prompts.py", "test_recorded_once.py", "test_ways.py", "test_all_types.py")
+
+
+@pytest.fixture(autouse=True)
+def prompts_of_recorded_models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Elsewhere than in these files, and without ``--full``, modules read the prompts of recorded models."""
+    if request.path.name not in READ_BY_LISTS and not request.config.getoption("--full"):
+        monkeypatch.setattr(prompts, "FIRST_RECORDED", sys.maxsize)
 
 
 #: columns of the golden matrix that name a case; the others hold what was measured

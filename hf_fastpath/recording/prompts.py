@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ from .recorded_step import Recording
 from .text_lengths import Served
 from .whole_step import count_like, recorded_prompt, whole_prompt
 
+#: which prompt of a number of sequences is the first that is recorded
+FIRST_RECORDED = 2
 #: recordings of a number of sequences, each of other numbers of new tokens
 _MOST = 3
 #: what attention of a prompt does not add to its scores
@@ -89,7 +92,7 @@ class RecordedPrompts:
         #: number of sequences, number of new tokens when recorded, whether prompts begin their texts -> whether padding
         #: matters to attention alone
         self._padded: dict[tuple[int, int, bool], bool] = {}
-        self._asked: set[int] = set()  # numbers of sequences of which there was a prompt
+        self._asked: Counter[int] = Counter()  # number of sequences -> prompts of so many
         self._trials: dict[int, Recording] = {}  # a thread -> the recording that it compares with the model's own code
 
     def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Recording | None:
@@ -103,8 +106,8 @@ class RecordedPrompts:
             found = self._part.recording(batch, 1)
             is_alike = not self._has_states and found.served.serves(past) and all(map(_is_of_prompts, found.calls))
             return found if is_alike else None
-        if batch not in self._asked:
-            self._asked.add(batch)
+        self._asked[batch] += 1
+        if self._asked[batch] < FIRST_RECORDED:
             return None
         # a recording behind any number of tokens is the best, and there is none of states that are not there yet
         ways = [False] if past else [True] if self._has_states else [False, True]

@@ -23,8 +23,8 @@ from hf_fastpath.decode.loops import prompt as prompts
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import prompts as recorded_prompts
 
-#: of each test every other case; all of them with ``--full``
-pytestmark = pytest.mark.every(2)
+#: of each test every third case; all of them with ``--full``
+pytestmark = pytest.mark.every(3)
 
 GREEDY = dict(max_new_tokens=5, do_sample=False)
 #: type -> what there is of it in prompts
