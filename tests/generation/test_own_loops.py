@@ -34,6 +34,9 @@ from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.loops import own_loop
 from hf_fastpath.patching.state import state_of
 
+#: of each test every other case; all of them with ``--full``
+pytestmark = pytest.mark.every(2)
+
 LISTED = ("gpt2", "llama", "mistral", "gemma3_text", "qwen3_moe")
 RECORDED = ("glm4", "lfm2", "bloom")
 #: families whose forwards do not count on from the cache where they get no position ids -> whether without padding
