@@ -57,11 +57,8 @@ class Patched(Protocol):
         """Whether a FastpathCache serves a model as it is: our loop uses it, or every layer's attention does."""
 
     def aside(self, model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
-        """Let the model's modules run stock's forwards for the length of a ``with`` block, unless ours are faster.
-
-        Yields:
-            Whether the modules run stock's forwards.
-        """
+        """Let the model's modules run stock's forwards for the length of a ``with`` block, unless ours are faster; yield
+        whether they do."""
 
     def fall_back(self, reason: str) -> None:
         """Count a call of stock code.
