@@ -35,37 +35,22 @@ TYPES = (
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCAB = 500
-
-
-def config_of(name: str, layers: int, width: int) -> Any:
-    """Return a config of these sizes."""
-    heads = max(4, width // 128)
-    dim = width // heads
-    sizes = dict(hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, vocab_size=VOCAB)
-    sizes |= dict(num_attention_heads=heads, num_key_value_heads=max(2, heads // 4), head_dim=dim)
-    latent = dict(num_key_value_heads=heads, kv_lora_rank=2 * dim, q_lora_rank=2 * dim, qk_rope_head_dim=dim // 2)
-    latent |= dict(qk_nope_head_dim=dim, v_head_dim=dim)
-    every_fourth = [["mamba", "attention"][index % 4 == 3] for index in range(layers)]
-    others: dict[str, dict[str, Any]] = {
-        "deepseek_v3": latent | dict(n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1),
-        "granitemoehybrid": dict(
-            num_local_experts=0, layer_types=every_fourth, mamba_n_heads=2 * heads, mamba_d_head=dim, mamba_d_state=dim
-        ),
-        "mamba2": dict(num_heads=2 * heads, n_groups=1, state_size=dim),
-        "minicpm3": latent,
-        "qwen3_5_text": dict(
-            linear_num_key_heads=heads, linear_num_value_heads=heads, linear_key_head_dim=dim, linear_value_head_dim=dim
-        ),
-    }
-    if name in ("deepseek_v3", "minicpm3"):
-        del sizes["head_dim"]  # which these make of the parts of a head
-    sizes |= others.get(name, {})
-    return AutoConfig.for_model(name, **sizes, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+#: types -> what their configs need beside sizes
+_OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": dict(n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32),
+    "mamba2": dict(num_heads=8, head_dim=None, n_groups=1),
+}
 
 
 def model_of(name: str, layers: int, width: int, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a random model."""
-    config = config_of(name, layers, width)
+    heads = max(4, width // 128)
+    sizes = dict(hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, vocab_size=VOCAB)
+    sizes |= dict(num_attention_heads=heads, num_key_value_heads=max(2, heads // 4), head_dim=width // heads)
+    others = dict(_OTHERS.get(name, {}))
+    if name == "mamba2":
+        others["head_dim"] = 2 * width // others["num_heads"]
+    config = AutoConfig.for_model(name, **sizes | others, pad_token_id=0, bos_token_id=1, eos_token_id=None)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(device)
 

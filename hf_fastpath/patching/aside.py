@@ -27,27 +27,23 @@ class Aside:
         self._lock = threading.Lock()
         self._count = 0
         self._out: list[tuple[nn.Module, str, Any]] = []
-        self._known = 0, False  # number of our forwards, and what _is_slower() has found for so many
 
     @contextmanager
-    def __call__(self, model: nn.Module, device: torch.device) -> Iterator[bool]:
+    def __call__(self, model: nn.Module, device: torch.device) -> Iterator[None]:
         """Let the model's modules run stock's forwards for the length of a ``with`` block, unless ours are faster.
 
         Args:
             device: of the call's tokens.
-
-        Yields:
-            Whether the modules run stock's forwards.
         """
-        if not self._is_slower(model, device):
-            yield False
+        if not self._ledger.num_forwards or not self._is_slower(model, device):
+            yield
             return
         with self._lock:
             self._count += 1
             if self._count == 1:
                 self._out = self._ledger.take_forwards_out()
         try:
-            yield True
+            yield
         finally:
             with self._lock:
                 self._count = max(0, self._count - 1)  # a fork inside of the block has begun anew
@@ -65,11 +61,6 @@ class Aside:
 
     def _is_slower(self, model: nn.Module, device: torch.device) -> bool:
         """Whether stock's forwards in stock's loop are faster than ours: always on a GPU, which waits for the host."""
-        count = self._ledger.num_forwards
-        if not count or device.type != "cpu":
-            return count > 0
-        known, is_slower = self._known
-        if known != count:  # a loop of the user's own asks for every token, and weights hardly change their size
-            is_slower = sum(each.nbytes for each in model.parameters()) < LEAST_BYTES * count
-            self._known = count, is_slower
-        return is_slower
+        if device.type != "cpu":
+            return True
+        return sum(each.nbytes for each in model.parameters()) < LEAST_BYTES * self._ledger.num_forwards

@@ -92,11 +92,8 @@ class _Calls:
         named = dict(zip(self._names, args), **kwargs) if args else kwargs
         cache = compat.cache_of(named, None)
         ids = named.get("input_ids")
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or _is_captured(ids):
-            return type(model).forward(model, *args, **kwargs)
-        if isinstance(cache, compat.Cache) and type(cache) is not FastpathCache and state.has_patched_modules:
-            return self._over_other(model, state, ids, cache, args, kwargs)
-        if cache is not None and type(cache) is not FastpathCache:
+        is_ours = cache is None or type(cache) is FastpathCache
+        if not is_ours or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or _is_captured(ids):
             return type(model).forward(model, *args, **kwargs)
         if cache is None:
             return self._first(model, state, ids, named, args, kwargs)
@@ -121,17 +118,6 @@ class _Calls:
         if reason is not None and not state.has_patched_modules:  # patched modules tell their reasons themselves
             state.fall_back(reason)
         return type(model).forward(model, *args, **kwargs)
-
-    def _over_other(
-        self, model: nn.Module, state: PatchState, ids: torch.Tensor, cache: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        """Run stock code over a cache that is not ours, without our forwards in the modules if these are slower."""
-        with state.aside(model, ids.device) as stepped_aside:
-            if stepped_aside and ids.shape[1] == 1:  # else patched modules tell the reason
-                length = cache.get_seq_length()
-                if not isinstance(length, int) or length > 0:
-                    state.fall_back(Cause("other_cache", class_name(cache)))
-            return type(model).forward(model, *args, **kwargs)
 
     def _reason(self, model: nn.Module, named: dict[str, Any]) -> Cause | None:
         """Return why a forward with these arguments is more than a step, or None."""

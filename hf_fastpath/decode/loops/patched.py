@@ -56,9 +56,8 @@ class Patched(Protocol):
     def serves(self, model: nn.Module, part: Any) -> bool:
         """Whether a FastpathCache serves a model as it is: our loop uses it, or every layer's attention does."""
 
-    def aside(self, model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
-        """Let the model's modules run stock's forwards for the length of a ``with`` block, unless ours are faster; yield
-        whether they do."""
+    def aside(self, model: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+        """Let the model's modules run stock's forwards for the length of a ``with`` block, unless ours are faster."""
 
     def fall_back(self, reason: str) -> None:
         """Count a call of stock code.
