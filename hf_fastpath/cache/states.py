@@ -88,20 +88,20 @@ class StateLayer(LinearAttentionLayer):
                 "batch and model, or reset() this one. Nothing was written"
             )
 
-    def begin(self, like: Mapping[tuple[str, int], torch.Tensor]) -> None:
-        """Hold states as they are before the first token.
+    def begin(self, like: Mapping[tuple[str, int], torch.Tensor], device: torch.device) -> None:
+        """Hold states on ``device`` as they are before the first token.
 
         Args:
-            like: name of an attribute with states, and place there -> a tensor of the state's shape, dtype and device.
+            like: name of an attribute with states, and place there -> a tensor of the state's shape and dtype.
         """
         with torch.inference_mode(False):
             for (name, place), each in like.items():
-                getattr(self, name)[place] = torch.zeros_like(each)
+                getattr(self, name)[place] = torch.zeros(each.shape, dtype=each.dtype, device=device)
                 getattr(self, f"is_{name}_initialized")[place] = True
                 if name == "conv_states":
                     self.conv_kernel_size[place] = each.shape[-1]
                 if self.device is None:
-                    self.dtype, self.device = each.dtype, each.device
+                    self.dtype, self.device = each.dtype, device
 
     def pass_prompt(self) -> None:
         """Note that kernels have written the states of a prompt."""

@@ -182,7 +182,6 @@ def _padded(x: torch.Tensor, pad: list[Any], *_: Any) -> torch.Tensor:
 _SHAPES: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.constant_pad_nd.default: _padded,
     _aten.baddbmm.default: lambda x, a, b: a.new_empty(a.shape[0], a.shape[1], b.shape[2]),
-    _aten.linalg_solve_triangular.default: lambda a, b: b.new_empty(b.shape),
 }
 
 

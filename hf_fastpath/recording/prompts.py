@@ -92,6 +92,8 @@ class RecordedPrompts:
         #: number of sequences, number of new tokens when recorded, whether prompts begin their texts -> whether padding
         #: matters to attention alone
         self._padded: dict[tuple[int, int, bool], bool] = {}
+        #: see count_like(), which goes through all tensors of the model
+        self._count_like = functools.cache(lambda wanted: count_like(wanted, part.module))
         self._asked: Counter[int] = Counter()  # number of sequences -> prompts of so many
         self._trials: dict[int, Recording] = {}  # a thread -> the recording that it compares with the model's own code
 
@@ -163,7 +165,7 @@ class RecordedPrompts:
             return None
         self._declined.add(key)  # until there is another result; threads that come meanwhile leave prompts to modules
         try:
-            tokens = count_like(count if known else 0, self._part.module)
+            tokens = self._count_like(count if known else 0)
             if tokens in [each.query_len for each in known]:
                 self._declined.discard(key)
                 return None
@@ -196,8 +198,7 @@ class RecordedPrompts:
                 cache.prepare(index, *empty_states(layer.attention, weight, batch))
             if kind.states:
                 facts = map(recording.fact, recording.states[index])
-                states = [weight.new_zeros(each.shape, dtype=each.dtype) for each in facts]
-                cache.layers[index].begin(dict(zip(recording.state_places[index], states, strict=True)))
+                cache.layers[index].begin(dict(zip(recording.state_places[index], facts, strict=True)), weight.device)
 
     def record(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
         """Emit the calls of a prompt; return the register of the last token's logits."""

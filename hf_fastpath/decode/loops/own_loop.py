@@ -18,7 +18,7 @@ from ...ops.decode_attention import MAX_QUERY_LEN
 from ...options import MAX_BATCH
 from ...reasons import Cause
 from ..plans.decode_plan import DecodePlan
-from ..plans.draft_plan import DraftReader
+from ..plans.draft_plan import DraftReader, moves_windows
 from ..sources.step_source import StepSource
 from ..state.snapshot import Snapshot
 from .default_positions import count_on
@@ -245,12 +245,8 @@ class OwnLoops:
         if batch > 1 or count > MAX_QUERY_LEN or cache.state_layers:
             return None
         part, past = state.plans.part_of(model), cache.get_seq_length()
-        if (
-            part is None or part.takes_long
-        ):  # to record a step of so many tokens is too much for a turn of a conversation
-            return None
-        # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
-        if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):
+        # to record a step of so many tokens is too much for a turn of a conversation
+        if part is None or part.takes_long or moves_windows(part, past):
             return None
         if (reason := self._reason(state, part, new, starts, positions)) is not None:
             return reason
@@ -298,11 +294,7 @@ class OwnLoops:
         if new.position_ids is not None and not part.takes_positions:
             return Cause("position_ids", "given to a forward that is recorded without")
         past = new.cache.get_seq_length()
-        return (
-            part.by_length.reason(state.plans, batch, past, past + 1, None)
-            if part.by_length.is_bounded(batch)
-            else None
-        )
+        return part.by_length.reason(state.plans, batch, past, past + 1, None)
 
     def _count_on(self, state: Patched, part: StepSource, is_padded: bool) -> bool:
         """Whether tokens without position ids are behind all that the cache holds; asked once of a model as it is."""

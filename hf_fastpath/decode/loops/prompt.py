@@ -27,7 +27,7 @@ from ..lower.positions import Positions
 from ..lower.which_op import Lower
 from ..placed.fetch import program_of
 from ..plans.angles import angles_at, has_angles
-from ..plans.draft_plan import DraftPlan, DraftReader
+from ..plans.draft_plan import DraftPlan, DraftReader, moves_windows
 from ..plans.plan_cache import PlanCache
 from ..sources.prompts import PromptInputs
 from ..sources.step_source import StepSource
@@ -253,8 +253,7 @@ def read_turn(
     (batch, count), past = prompt.tokens.shape, cache.get_seq_length()
     if prompt.tokens.device.type not in _CAPTURES or batch != 1 or count > MAX_QUERY_LEN or not past:
         return None
-    # A plan fills up its width with tokens and crops the surplus; that must not move a window on.
-    if any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows):
+    if moves_windows(part, past):
         return None
     if not _continues(cache, prompt) or part.drafts_reason(past, past + 1) is not None:
         return None

@@ -137,6 +137,12 @@ class UnseenDrafts(Protocol):
         """Return the drafts up to an end token. The device has passed all of them."""
 
 
+def moves_windows(part: StepSource, past: int) -> bool:
+    """Whether reading by a plan behind ``past`` tokens may move a window on: the plan fills up its width with tokens,
+    and crops the surplus."""
+    return any(window is not None and past + MAX_QUERY_LEN > window for window in part.windows)
+
+
 class DraftReader:
     """Plans of all widths over one cache: drafts of any length are verified without a new capture.
 
