@@ -30,6 +30,8 @@ GREEDY = dict(max_new_tokens=NEW, do_sample=False)
 SECONDS = 120
 #: what gloo says if the processes did not find each other, for which a loaded machine is enough
 NOT_MET = "connectFullMesh failed"
+#: environment variable of the processes: how many times such a test was started before
+ATTEMPT = "HF_FASTPATH_TESTS_ATTEMPT"
 
 #: with a single GPU, transformers would have all processes use it
 needs_processes = pytest.mark.skipif(
@@ -125,14 +127,19 @@ def assert_half_types(rank: int, folder: Path, whole: nn.Module, **options: Any)
         assert error <= 2 * (stock.float() - logits).norm() / logits.norm() + 1e-3, (dtype, error)
 
 
-def _process(rank: int, function: Callable[..., None], folder: Path, arguments: tuple, store: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(COUNT))
+def meet(rank: int, folder: Path, backend: str, group: str = "all") -> None:
+    """Make a process group, and wait until all have met; each attempt and ``group`` has a store of its own."""
+    store = f"file://{folder}/store of {group}, {os.environ[ATTEMPT]}"
+    torch.distributed.init_process_group(backend, init_method=store, rank=rank, world_size=COUNT)
+    torch.distributed.barrier()
+
+
+def _process(rank: int, function: Callable[..., None], folder: Path, arguments: tuple, attempt: int) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(COUNT), ATTEMPT: str(attempt)})
     torch.set_num_threads(1)
     if on_gpus():
         torch.cuda.set_device(rank)
-    backend = "nccl" if on_gpus() else "gloo"
-    torch.distributed.init_process_group(backend, init_method=store, rank=rank, world_size=COUNT)
-    torch.distributed.barrier()  # no process begins before all have met
+    meet(rank, folder, "nccl" if on_gpus() else "gloo")
     function(rank, folder, *arguments)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -144,9 +151,8 @@ def run(function: Callable[..., None], folder: Path, *arguments: Any, seconds: f
     Processes that did not even meet are started again, twice at most.
     """
     for attempt in range(3):
-        store = f"file://{folder}/store{attempt}"
         try:
-            return _run_once((function, folder, arguments, store), seconds)
+            return _run_once((function, folder, arguments, attempt), seconds)
         except ProcessRaisedException as error:
             if NOT_MET not in str(error) or attempt == 2:
                 raise

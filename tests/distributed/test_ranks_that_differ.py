@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed
 from models import assert_same_instances, instances
-from processes import COUNT, device, needs_processes, run, save, some_prompt, spread, tokens_of
+from processes import COUNT, device, meet, needs_processes, run, save, some_prompt, spread, tokens_of
 from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -239,8 +239,7 @@ class FailingProcessor(Failing, LogitsProcessor):
 def _anew(rank: int, folder: Path, name: str) -> nn.Module:
     """Load the model over a process group of its own."""
     torch.distributed.destroy_process_group()
-    store = f"file://{folder}/store of {name}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=COUNT)
+    meet(rank, folder, "gloo", name)
     model = spread(folder / "llama")
     torch.distributed.barrier()  # one rank may have loaded for longer than patch() waits here
     return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from pathlib import Path
 
@@ -11,16 +10,12 @@ import pytest
 import torch
 import torch.distributed
 from models import CPU, assert_same_instances, build, instances, prompt
+from processes import SIZES, run
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.multiprocessing import start_processes
 
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError
-
-#: heads and widths that two processes can share
-SIZES = dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=128, intermediate_size=96, vocab_size=128)
-SECONDS = 120
 
 
 def by_layers(folder: Path) -> tuple[nn.Module, nn.Module]:
@@ -54,12 +49,8 @@ def refused(model: nn.Module) -> None:
         hf_fastpath.report(model)
 
 
-def run(rank: int, make, folder: Path) -> None:
-    """Run what each of the processes does."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+def compare(rank: int, folder: Path, make) -> None:
+    """Compare what a process computes before and behind patch(), which refuses."""
     outer, model = make(folder)
 
     def compute() -> torch.Tensor:
@@ -73,8 +64,6 @@ def run(rank: int, make, folder: Path) -> None:
     for each in {id(each): each for each in (outer, model)}.values():
         refused(each)
     assert torch.equal(compute(), expected)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU these processes would use it")
@@ -83,11 +72,4 @@ def run(rank: int, make, folder: Path) -> None:
 def test_a_model_spread_over_processes_is_left_alone(make, tmp_path):
     """After patch() has refused it, the model works as stock; each process compares, and fails the test."""
     build("llama", **SIZES).save_pretrained(tmp_path / "model")
-    processes = start_processes(run, (make, tmp_path), nprocs=2, join=False, start_method="fork")
-    try:
-        deadline = time.monotonic() + SECONDS
-        while not processes.join(timeout=1):
-            assert time.monotonic() < deadline, f"the processes have not ended after {SECONDS} s"
-    finally:
-        for process in processes.processes:
-            process.kill()
+    run(compare, tmp_path, make)
