@@ -34,7 +34,7 @@ def why_it_matters(skeleton: Skeleton, batch: int, arguments: dict[str, Any]) ->
     given: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            with torch.inference_mode(False):
+            with skeleton.lock, torch.inference_mode(False):
                 given[name] = skeleton.mode.from_tensor(value.detach().clone(), static_shapes=True)
         elif isinstance(value, _PLAIN):
             given[name] = value

@@ -247,7 +247,8 @@ class PlacedPart(LocalRecordedPart):
         return [found.get(layer, self.home) for layer in range(len(self.kinds))]
 
     def states(self, batch: int) -> list[list[torch.Tensor]]:
-        with self._looked_at.skeleton.mode:
+        skeleton = self._looked_at.skeleton
+        with skeleton.lock, skeleton.mode:
             return [
                 [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device) for each in found]
                 for found, device in zip(super().states(batch), self.layer_devices)

@@ -92,7 +92,7 @@ class Skeleton:
         self.token_shape = compat.token_shape(model)
         if self.code.first_uses is None:
             self.code.first_uses = FirstUses(model.modules())
-        self.lock = threading.RLock()  # of threads that run the copy
+        self.lock = threading.RLock()  # of threads that run the copy, or compute with its tensors
         self._held: Walk | None = None
         self._watch: Watch | None = None
 

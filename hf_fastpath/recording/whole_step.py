@@ -91,10 +91,11 @@ def _served_alike(skeleton: Skeleton, batch: int, count: int, begins: bool) -> S
 
 
 def _passed(skeleton: Skeleton, recorded: Callable[[], Recording]) -> Recording:
-    try:
-        return passed(recorded(), skeleton.model)
-    except StandInRead:  # of a product with adapters, perhaps, whose matrix a call takes for more than a product
-        return passed(recorded(), skeleton.model, without=["adapters"])
+    with skeleton.lock:  # passes compute with tensors of the copy's mode
+        try:
+            return passed(recorded(), skeleton.model)
+        except StandInRead:  # of a product with adapters, perhaps, whose matrix a call takes for more than a product
+            return passed(recorded(), skeleton.model, without=["adapters"])
 
 
 def count_like(wanted: int, model: nn.Module) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,8 @@ from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.loops import prompt as prompts
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import prompts as recorded_prompts
+from hf_fastpath.recording import whole_step
+from hf_fastpath.recording.skeleton import Skeleton
 
 #: of each test every third case; all of them with ``--full``
 pytestmark = pytest.mark.every(3)
@@ -329,6 +332,29 @@ def test_threads_whose_prompts_are_recorded(monkeypatch):
     with reads(monkeypatch) as shapes:
         assert_equal(ours, stock, ids_of(40))
     assert shapes == [(1, 40)]
+
+
+def test_passes_are_alone_with_the_tensors_that_they_compute_with(monkeypatch):
+    """A tensor without data says that it is on no device while another thread calls a kernel of its mode."""
+    passed, free = whole_step.passed, []
+
+    def is_free(lock):
+        found = lock.acquire(blocking=False)
+        if found:
+            lock.release()
+        return found
+
+    def locked(recording, model, **how):
+        skeletons = [each for each in gc.get_objects() if type(each) is Skeleton and each.model is model]
+        with ThreadPoolExecutor(1) as pool:
+            free.extend(pool.submit(is_free, each.lock).result() for each in skeletons)
+        return passed(recording, model, **how)
+
+    monkeypatch.setattr(whole_step, "passed", locked)
+    ours = hf_fastpath.patch(copy.deepcopy(small_model("glm4")), quiet=True)
+    for _ in range(2):
+        ours.generate(ids_of(9), **GREEDY)
+    assert len(free) >= 2 and not any(free)
 
 
 @pytest.mark.parametrize("error", (KeyboardInterrupt, MemoryError))
