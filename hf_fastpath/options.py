@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,10 @@ COMPONENTS = (*PARTS, "loop")
 #: sequences that patch(max_batch_size=) and a decode plan take at most: larger batches were not measured
 MAX_BATCH = 64
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?)B?", re.IGNORECASE)
+_UNITS = {"": 1, "I": 1} | {unit: 1000**power for power, unit in enumerate("KMGT", 1)}
+_UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -33,6 +38,7 @@ class Options:
     strict: bool
     max_batch_size: int
     page_size: int | None = None
+    prefix_cache: int | None = None
 
     @classmethod
     def parse(
@@ -45,6 +51,7 @@ class Options:
         lm_head: Any = HEADS[0],
         keep_original: bool = True,
         page_size: int | None = None,
+        prefix_cache: int | str | None = None,
     ) -> Options:
         """Check the arguments.
 
@@ -76,4 +83,20 @@ class Options:
         if page_size is not None:
             check_page_size(page_size, kv)
         keep = bool(keep_original)
-        return cls(kv, weights, lm_head, keep, frozenset(chosen), bool(strict), max_batch_size, page_size)
+        numbers = max_batch_size, page_size, None if prefix_cache is None else _bytes_of(prefix_cache)
+        return cls(kv, weights, lm_head, keep, frozenset(chosen), bool(strict), *numbers)
+
+
+def _bytes_of(size: Any) -> int:
+    """Return the bytes that ``prefix_cache`` names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    number = size if found is None else int(float(found[1]) * _UNITS[found[2].upper()])
+    if type(number) is not int or number <= 0:
+        raise ValueError(
+            f"prefix_cache is {size!r}, expected a number of bytes, such as '2GB' or 2_000_000_000, or None"
+        )
+    return number

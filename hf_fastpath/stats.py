@@ -18,6 +18,31 @@ MOST_DETAILS = 8
 
 
 @dataclass
+class PrefixCounts:
+    """What became of prompts whose beginnings are kept, see ``patch(prefix_cache=)``.
+
+    Attributes:
+        limit_bytes, kept_bytes: what may be kept, and what is.
+        prompt_tokens: tokens of prompts that were looked up.
+        known_tokens: those of them that were not read again.
+    """
+
+    limit_bytes: int
+    kept_bytes: int = 0
+    prompt_tokens: int = 0
+    known_tokens: int = 0
+
+    def add(self, prompt_tokens: int, known_tokens: int) -> None:
+        """Count the prompts of a call."""
+        self.prompt_tokens += prompt_tokens
+        self.known_tokens += known_tokens
+
+    def __str__(self) -> str:
+        kept, limit = (f"{count / 1e9:.3f} GB" for count in (self.kept_bytes, self.limit_bytes))
+        return f"{self.known_tokens} of {self.prompt_tokens} tokens of prompts not read again; {kept} of {limit} kept"
+
+
+@dataclass
 class Stats:
     """Counters since ``patch()``.
 
@@ -27,6 +52,7 @@ class Stats:
         details: reason code -> the arguments, settings and modules that it was about, each once, MOST_DETAILS at most.
         last_tokens_per_second: decoding speed of the newest ``generate()``, without the prompt if our loop ran.
         pages: counts of the newest cache with pages that ``generate()`` used, or None.
+        prefixes: counts of prompts that begin as others did, or None if nothing is kept of these.
     """
 
     fast_tokens: int = 0
@@ -35,6 +61,7 @@ class Stats:
     details: dict[str, list[str]] = field(default_factory=dict)
     last_tokens_per_second: float | None = None
     pages: PageCounts | None = None
+    prefixes: PrefixCounts | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     #: of the thread: ``reasons``, (code, id of its module) of each reason noted in the call that it is in; ``made``,
     #: the tokens that it has counted; ``left`` and ``unseen``, see the methods that set them
@@ -122,4 +149,5 @@ class Stats:
                 "details": {code: list(known) for code, known in self.details.items() if known},
                 "last_tokens_per_second": self.last_tokens_per_second,
                 "pages": None if self.pages is None else asdict(self.pages),
+                "prefixes": None if self.prefixes is None else asdict(self.prefixes),
             }

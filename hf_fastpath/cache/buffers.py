@@ -259,9 +259,14 @@ class BufferedLayer(EditableLayer):
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write the states of the next positions, [batch, num_kv_heads, new, head_dim]."""
-        self._append(self._stored_as(key_states, value_states))
+        self.append_stored(self._stored_as(key_states, value_states))
 
-    def _append(self, stored: tuple[torch.Tensor, ...]) -> None:
+    def stored(self, first: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Return what each of the buffers has of positions ``first`` to ``end``, of a layer without a window."""
+        return tuple(buffer[:, :, first:end] for buffer in self.buffers)
+
+    def append_stored(self, stored: tuple[torch.Tensor, ...]) -> None:
+        """Do as :meth:`append`, given what belongs into each of the buffers."""
         count = stored[0].shape[2]
         self.reserve(count)
         for buffer, states in zip(self.buffers, stored):

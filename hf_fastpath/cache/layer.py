@@ -123,10 +123,10 @@ class FastpathLayer(BufferedLayer):
         past = self._held()
         stored = self._stored_as(key_states, value_states)
         seen = None
-        if self.is_sliding and past:  # read now, because _append() may overwrite them
+        if self.is_sliding and past:  # read now, because append_stored() may overwrite them
             before, new = self._newest(past), self._dequantized(stored)
             seen = [torch.cat(states, dim=2) for states in zip(before, new)]
-        self._append(stored)
+        self.append_stored(stored)
         if past == 0:
             seen = self._dequantized(stored)
         elif seen is None:

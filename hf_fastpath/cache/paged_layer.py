@@ -19,7 +19,6 @@ class PagedLayer(FastpathLayer):
     Args:
         tables: the cache's block tables.
         kv_dtype: storage dtype, floating; None takes the dtype of the first states.
-        kv_dtype: storage dtype, floating; None takes the dtype of the first states.
     """
 
     def __init__(self, tables: PageTables, kv_dtype: torch.dtype | None = None):
@@ -81,9 +80,15 @@ class PagedLayer(FastpathLayer):
 
     def _gathered(self, place: int, count: int) -> torch.Tensor:
         """Return keys or values of the newest ``count`` positions as one tensor."""
-        first, size = self._length - count, self.table.pool.page_size
-        blocks = self.table.tensor[:, first // size : -(-self._length // size)]
-        return gathered(self._buffer(place), blocks).narrow(2, first % size, count)
+        return self._between(place, self._length - count, self._length)
+
+    def _between(self, place: int, first: int, end: int) -> torch.Tensor:
+        size = self.table.pool.page_size
+        blocks = self.table.tensor[:, first // size : -(-end // size)]
+        return gathered(self._buffer(place), blocks).narrow(2, first % size, end - first)
+
+    def stored(self, first: int, end: int) -> tuple[torch.Tensor, ...]:
+        return self._between(0, first, end), self._between(1, first, end)
 
     def _newest(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._gathered(0, count), self._gathered(1, count)
@@ -137,7 +142,7 @@ class PagedLayer(FastpathLayer):
         self.table.reserve(self._length, self._length + num_tokens)
         return self.table.has_moved()
 
-    def _append(self, stored: tuple[torch.Tensor, ...]) -> None:
+    def append_stored(self, stored: tuple[torch.Tensor, ...]) -> None:
         count = stored[0].shape[2]
         self.reserve(count)
         for buffer, states in zip((self.k_buffer, self.v_buffer), stored):

@@ -40,6 +40,7 @@ def load_packed(
     max_batch_size: int = MAX_BATCH,
     quiet: bool = False,
     page_size: int | None = None,
+    prefix_cache: int | str | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load what :func:`save_packed` wrote, and patch the model.
@@ -55,7 +56,7 @@ def load_packed(
         model: a model of the class and sizes that was saved, not patched; or the directory.
         directory: where the files are; left out if ``model`` is the directory.
         device: where the tensors go; None means the model's device, or the CPU.
-        kv_dtype, ops, strict, max_batch_size, quiet, page_size: as for ``patch()``.
+        kv_dtype, ops, strict, max_batch_size, quiet, page_size, prefix_cache: as for ``patch()``.
         trust_remote_code: run the model code that the saved config names, without asking.
 
     Returns:
@@ -88,7 +89,9 @@ def load_packed(
         except ValueError as error:
             raise ValueError(f"load_packed(): the index in {directory} is damaged ({error}): {AGAIN}") from None
         options = Options.parse(
-            *(kv_dtype, saved["weights"], ops, strict, max_batch_size, saved["lm_head"]), page_size=page_size
+            *(kv_dtype, saved["weights"], ops, strict, max_batch_size, saved["lm_head"]),
+            page_size=page_size,
+            prefix_cache=prefix_cache,
         )
         _check_model(made, files)
         files.check()

@@ -43,6 +43,7 @@ def patch(
     keep_original: bool = True,
     quiet: bool = False,
     page_size: int | None = None,
+    prefix_cache: int | str | None = None,
 ) -> nn.Module:
     """Speed up ``model`` in place: its modules' forwards, its KV cache and its ``generate()`` loop.
 
@@ -67,6 +68,8 @@ def patch(
         quiet: print no report. Else it goes to stderr.
         page_size: positions of a page, a power of two from 16 on: ``generate()`` then keeps keys and values in pages
             that sequences share, see ``FastpathCache``. With None, every layer has one buffer.
+        prefix_cache: bytes, such as ``"2GB"``, for what ``generate()`` has made of texts: a prompt that begins as an
+            earlier text did is read from there on. With None, nothing is kept of a call.
 
     Returns:
         The same model.
@@ -84,7 +87,9 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
     with on_all_ranks(model, "patch()"):
-        options = Options.parse(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original, page_size)
+        options = Options.parse(
+            kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original, page_size, prefix_cache
+        )
         return patch_with(model, options, quiet)
 
 

@@ -96,6 +96,8 @@ def undo(state: PatchState) -> None:
     """Bring a model back to what it was. A call that was broken off can be made again and goes on from there."""
     state.plans.clear()
     state.own_loops.clear()
+    if state.prefixes is not None:
+        state.prefixes.clear()
     state.ledger.bring_layers_back(state.model)
     uninstall_loops(state)
     state.ledger.undo()

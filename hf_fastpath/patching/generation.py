@@ -53,7 +53,7 @@ def prepare_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_text_alone, stocks = made is whole, made
         made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
         made.stands_for = stocks
-        made.is_dropped = not generation_config.return_dict_in_generate
+        made.is_dropped = not generation_config.return_dict_in_generate and state.prefixes is None
         if part is not None:
             del made.layers[len(part.kinds) :]  # a config may tell of more layers than its decoder has
         model_kwargs[compat.CACHE] = (

@@ -12,7 +12,7 @@ from ..decode.sources.step_source import StepSource
 from ..native import loader
 from ..reasons import check, explained, named
 from ..recording.family import RECORDED
-from ..stats import Stats
+from ..stats import PrefixCounts, Stats
 from .plan import PatchPlan
 
 
@@ -128,6 +128,8 @@ class Report:
             )
         if stats["pages"] is not None and stats["pages"]["most_used"]:
             lines.append(f"  pages: {PageCounts(**stats['pages'])}")
+        if stats["prefixes"] is not None:
+            lines.append(f"  prefixes: {PrefixCounts(**stats['prefixes'])}")
         for code, count in stats["reasons"].items():
             lines.append(f"  {count} x {explained(code, _several(stats['details'].get(code, [])))}")
         return "\n".join(lines)

@@ -14,6 +14,7 @@ from ..cache.fastpath_cache import FastpathCache
 from ..decode.loops.eligibility import uncovered_reason
 from ..decode.loops.own_loop import OwnLoops
 from ..decode.loops.patched import STATE_KEY
+from ..decode.loops.prefixes import Prefixes
 from ..decode.plans.plan_cache import PlanCache
 from ..decode.ranks.process_group import Ranks
 from ..errors import FallbackError
@@ -65,6 +66,7 @@ class PatchState:
         waiting: threads that wait at the door and are not in yet.
         texts: what each thread's forward is of.
         aside: takes our forwards out of the modules while stock's loop runs.
+        prefixes: what is kept of texts, or None.
         has_trained: whether a forward with gradients has run. From then on forwards over whole texts run stock code,
             with and without gradients, so that a log-probability is the same in both.
     """
@@ -85,6 +87,9 @@ class PatchState:
 
     def __post_init__(self) -> None:
         self.aside = Aside(self.ledger)
+        limit = self.options.prefix_cache
+        self.prefixes = None if limit is None else Prefixes(limit)
+        self.stats.prefixes = None if self.prefixes is None else self.prefixes.counts
         _states.add(self)
 
     @property
@@ -169,6 +174,8 @@ class PatchState:
         self.plans.forget_other_threads()
         self.own_loops.forget_other_threads()
         self.aside.forget_other_threads()
+        if self.prefixes is not None:
+            self.prefixes.forget_other_threads()
         self.stats.renew_lock()
 
 

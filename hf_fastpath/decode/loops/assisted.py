@@ -129,6 +129,7 @@ class _AssistedLoop:
         self.length = self.prompt_len
         self.held = self.prompt_len  # tokens of the text that the cache holds when a round begins
         self.left_at: int | None = None  # length of the text when stock code took over from the plans
+        self.prefix: prompt.PrefixCall | None = None
         self.told = 0  # tokens behind the prompt that the generator knows of
         self.ends = frozenset(token for ends in end_tokens(stopping_criteria) for token in ends.tolist())
         self.ends_by_itself = ends_by_length_or_token(stopping_criteria)
@@ -182,13 +183,17 @@ class _AssistedLoop:
                 reader.end()
             drafts.end()
         compat.keep_draft_length(self.generator)
+        if self.prefix is not None and self.left_at is None:
+            self.prefix.keep(self.text[:, : self.length], watch is not None)
         return self._result(cache, started, self.length - before)
 
     def _read_prompt(self, part: StepSource | None, model_kwargs: dict, starts: torch.Tensor | None) -> torch.Tensor:
         """Return [1, vocab_size] logits of the token behind the prompt. If ``part`` is None, stock code has to run."""
         if part is None:
             return compat.prefill(self.model, self.ids, self.config, model_kwargs).logits[:, -1]
-        return prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
+        state, given = self.state, (self.model, part, self.ids, self.config, model_kwargs, starts)
+        logits, self.prefix = prompt.read_text(state.plans, *given, state.prefixes)
+        return logits
 
     def _reader_of(
         self, part: StepSource | None, model_kwargs: dict, starts: torch.Tensor | None, keep: Any

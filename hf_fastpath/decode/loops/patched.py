@@ -25,12 +25,14 @@ class Patched(Protocol):
         options: as given to ``patch()``.
         plans: decode plans and programs made so far.
         stats: what has happened.
+        prefixes: what is kept of texts (:class:`.prefixes.Prefixes`), or None.
         enabled: False while ``verify`` compares with stock code.
     """
 
     options: Options
     plans: PlanCache
     stats: Stats
+    prefixes: Any
     enabled: bool
 
     @property

@@ -33,11 +33,14 @@ from ..sources.prompts import PromptInputs
 from ..sources.step_source import StepSource
 from . import multimodal
 from .generate_calls import position_ids_of
+from .prefixes import PrefixCall, Prefixes
 
 _aten = torch.ops.aten
 
 #: devices on which a plan is one launch, while a program is one launch for every call
 _CAPTURES = frozenset({"cuda"})
+#: arguments of a prompt that have a row for each sequence
+_OF_ROWS = "attention_mask", "position_ids"
 #: programs kept for one model; there is one for each size of prompt that kernels for a few rows take
 MAX_PROGRAMS = 16
 
@@ -66,9 +69,9 @@ class Prompt:
 def repeats(tokens: torch.Tensor, count: int | None, cache: FastpathCache) -> int:
     """Return how many neighboring rows of ``tokens``, [batch, seq_len], are one prompt, which is then read once.
 
-    The result is ``count`` if the rows are equal and an empty ``cache`` with pages lets them share it, else 1.
+    The result is ``count`` if the rows are equal and ``cache`` is empty, else 1.
     """
-    if not count or count == 1 or len(tokens) % count or cache.page_size is None or cache.get_seq_length():
+    if not count or count == 1 or len(tokens) % count or cache.get_seq_length():
         return 1
     groups = tokens.unflatten(0, (-1, count))
     return count if bool((groups == groups[:, :1]).all()) else 1
@@ -275,7 +278,8 @@ def read_text(
     config: Any,
     model_kwargs: dict,
     starts: torch.Tensor | None,
-) -> torch.Tensor:
+    prefixes: Prefixes | None = None,
+) -> tuple[torch.Tensor, PrefixCall | None]:
     """Run the prompt of ``generate()`` and append it to the cache, by :func:`read_turn`, :func:`read` or the model.
 
     Args:
@@ -283,25 +287,57 @@ def read_text(
         model, part: the model.
         ids, config, model_kwargs: of ``generate()``.
         starts: [batch], left padding of each row, or None.
+        prefixes: of the model, or None.
 
     Returns:
-        [batch, vocab_size] logits of the first token.
+        [batch, vocab_size] logits of the first token; and what keeps the texts at the end of the call, or None.
     """
     weight = part.embedding.weight
     hidden_bytes = ids.numel() * weight.shape[-1] * weight.itemsize if weight.device.type == "cpu" else 0
     cache = model_kwargs[compat.CACHE]
     with reading_prompt(hidden_bytes):
         if multimodal.has_more_than_tokens(part, model_kwargs):
-            return compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
+            return compat.prefill(model, ids, config, model_kwargs).logits[:, -1], None
         alike = repeats(ids, config.num_return_sequences, cache)
-        if alike == 1:
-            return _read_rows(plans, model, part, ids, config, model_kwargs, starts)
-        rows = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
-        rows = {name: t[::alike] for name, t in rows.items() if t is not None and len(t) == len(ids)}
-        starts = None if starts is None else starts[::alike]
-        logits = _read_rows(plans, model, part, ids[::alike], config, model_kwargs | rows, starts)
-        cache.batch_repeat_interleave(alike)
-        return logits.repeat_interleave(alike, dim=0)
+        if alike > 1:
+            rows = {name: model_kwargs.get(name) for name in _OF_ROWS}
+            model_kwargs = model_kwargs | {
+                n: t[::alike] for n, t in rows.items() if t is not None and len(t) == len(ids)
+            }
+            ids, starts = ids[::alike], None if starts is None else starts[::alike]
+        found = None if prefixes is None else prefixes.call(plans, part, ids, starts, config, model_kwargs)
+        given = plans, model, part, ids, config, model_kwargs, starts
+        logits = _read_rows(*given) if found is None else _read_behind_prefix(found, *given)
+        if alike > 1:
+            cache.batch_repeat_interleave(alike)
+            logits = logits.repeat_interleave(alike, dim=0)
+        return logits, found
+
+
+def _read_behind_prefix(
+    found: PrefixCall,
+    plans: PlanCache,
+    model: Any,
+    part: StepSource,
+    ids: torch.Tensor,
+    config: Any,
+    model_kwargs: dict,
+    starts: torch.Tensor | None,
+) -> torch.Tensor:
+    """Do as :func:`_read_rows`, but leave out what is known."""
+
+    def between(begin: int, end: int) -> dict:
+        mask, positions = (model_kwargs.get(name) for name in _OF_ROWS)
+        of_mask = {} if mask is None else {"attention_mask": mask[:, :end]}
+        return model_kwargs | of_mask | ({} if positions is None else {"position_ids": positions[:, begin:end]})
+
+    def reader(begin: int, end: int) -> torch.Tensor:
+        return _read_rows(plans, model, part, ids[:, begin:end], config, between(begin, end), starts)
+
+    def is_read_by_list(begin: int, end: int) -> bool:
+        return part.prompts.form(ids.device, (len(ids), end - begin), begin, starts is not None) is not None
+
+    return found.read(is_read_by_list, reader)
 
 
 def _read_rows(

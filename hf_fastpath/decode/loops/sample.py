@@ -171,7 +171,8 @@ class _Loop:
         mask = text.get("attention_mask")
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions, seen = next_positions_of(behind, self.ids, self.config, model_kwargs), behind.seen
-        next_logits = prompt.read_text(self.state.plans, self.model, part, self.ids, self.config, model_kwargs, starts)
+        state, given = self.state, (self.model, part, self.ids, self.config, model_kwargs, starts)
+        next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes)
         started, first = time.perf_counter(), True
         plan: AnyPlan | None = None
         plan_chooses = self.plan_chooses()
@@ -232,6 +233,8 @@ class _Loop:
             self.criteria(self.ids[:, :-1], None)  # warns, as at every step, of lengths that the model was not made for
         if dropped:
             self._undo(dropped, cache)
+        if prefix is not None and self.left_at is None:
+            prefix.keep(self.ids, self.runs_users_code)
         new_tokens = (self.length - self.prompt_len) * self.batch
         by_stock = 0 if self.left_at is None else (self.length - self.left_at) * self.batch
         self.state.stats.generated(by_stock, started, stock=True, timed=0)

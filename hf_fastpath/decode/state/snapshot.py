@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any
 
+import torch
+
 from ... import compat
 from ..sources.fingerprint import angle_facts
 from ..sources.step_source import StepSource
@@ -106,6 +108,10 @@ class Snapshot:
         before = vars(self).pop("fingerprint", None)
         if self.fingerprint != before:  # what programs read is elsewhere
             self.prompt_programs = {}
+
+    def held_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that modules hold."""
+        return list(self._walk.tensors.values())
 
     @cached_property
     def fingerprint(self) -> tuple:

@@ -1,0 +1,71 @@
+"""A sum over all bytes of a model's tensors, which tells whether weights were changed in place.
+
+PyTorch counts changes of a tensor, but not those that go through ``tensor.data``, by which adapters are merged. The sum
+reads every byte once, as a token does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+#: words of eight bytes that are summed before they are weighted by their place
+_BLOCK = 512
+#: of so many blocks one is also summed word by word
+_BLOCKS = 16
+#: an odd number whose multiples are spread over all of 64 bits
+_FACTOR = -7046029254386353131
+
+
+@functools.lru_cache(maxsize=16)
+def _factors(count: int, device: torch.device) -> torch.Tensor:
+    """Return int64 [count], odd numbers, another one for every place."""
+    with torch.inference_mode(False):
+        return (torch.arange(1, count + 1, device=device) * _FACTOR) | 1
+
+
+def weights_sum(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Return numbers that are others once a byte of a tensor is another one, or is elsewhere.
+
+    Args:
+        tensors: on any devices; those on "meta", which hold no data, are left out. The host waits for the devices.
+    """
+    pieces: dict[torch.device, list[torch.Tensor]] = {}
+    known = set()
+    with torch.no_grad(), torch.inference_mode(False):
+        for tensor in _plain(tensors):
+            if tensor.is_meta or tensor.untyped_storage()._cdata in known:
+                continue
+            known.add(tensor.untyped_storage()._cdata)
+            pieces.setdefault(tensor.device, []).extend(_sums(tensor.untyped_storage(), tensor.device))
+        totals = [_total(torch.cat(each)) for each in pieces.values()]
+    return tuple(int(total) for total in totals)
+
+
+def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield tensors, and in the place of a tensor that is made of others, these."""
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):
+            yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
+
+
+def _sums(storage: torch.UntypedStorage, device: torch.device) -> list[torch.Tensor]:
+    """Return int64 sums of blocks of a storage, in order."""
+    data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+    words = data[: len(data) // 8 * 8].view(torch.int64)
+    blocks = words[: len(words) // _BLOCK * _BLOCK].view(-1, _BLOCK)
+    behind = words[blocks.numel() :]
+    found = [behind, data[len(words) * 8 :].long()]
+    if len(blocks):
+        found += [blocks.sum(1), blocks[::_BLOCKS].sum(0)]
+    return found
+
+
+def _total(sums: torch.Tensor) -> torch.Tensor:
+    # few different counts, so that factors are kept
+    count = 1 << max(0, len(sums) - 1).bit_length()
+    return (sums * _factors(count, sums.device)[: len(sums)]).sum()
