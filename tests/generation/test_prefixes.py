@@ -20,6 +20,9 @@ from hf_fastpath.decode.loops import prefixes as prefixes_module
 from hf_fastpath.decode.state.weights_sum import weights_sum
 from hf_fastpath.patching.state import state_of
 
+#: of each test every other case; all of them with ``--full``
+pytestmark = pytest.mark.every(2)
+
 #: whole layers, learned positions, windows, windows and states, latents, slopes, states that stock's forward does not
 #: go on from, and some that it does
 LISTED = ("llama", "gpt2", "gemma2", "mistral", "gpt_oss")
