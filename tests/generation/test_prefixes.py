@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import causal_lm_types
 import pytest
 import torch
-from models import CPU, build, require_native
+from models import CPU, build, require_native, skip_if_cache_is_named_otherwise
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_fastpath
@@ -33,6 +33,7 @@ NEW = 8
 def pair(name: str, device: torch.device = CPU, **options) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return (stock, patched): the same random model twice."""
     require_native(device)
+    skip_if_cache_is_named_otherwise(name)
     stock = (build(name) if name in LISTED else causal_lm_types.small_model(name)).to(device)
     options = {"prefix_cache": "50MB"} | options
     return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True, **options)
