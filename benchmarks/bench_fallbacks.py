@@ -9,12 +9,9 @@ stock's time by ours, of the least of all rounds.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,27 +89,19 @@ def rows_of(name: str, size: str, rounds: int, device: torch.device) -> list[dic
     return rows
 
 
+def text_of(rows: list[dict]) -> str:
+    line = "{model:6} {size:7} {way:24} {stock_ms:9.2f} ms, ours {ours_ms:9.2f} ms: {speed:.2f}"
+    return "\n".join(line.format(**row) for row in rows)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = dict(prog=Path(__file__).name, description=__doc__)
-    parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser_of(__file__, __doc__, rounds=10)
     parser.add_argument("--models", nargs="+", default=list(CONFIGS), choices=CONFIGS)
     parser.add_argument("--sizes", nargs="+", default=["2x128", "6x256", "12x512"])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--device", default="cpu")
-    measure.add_csv_argument(parser)
     given = parser.parse_args(argv)
     device = torch.device(given.device)
-    path = measure.chosen_csv(given.csv, "fallbacks", device)
-    warnings.simplefilter("ignore")
-    for name in given.models:
-        for size in given.sizes:
-            rows = rows_of(name, size, given.rounds, device)
-            for row in rows:
-                print(
-                    "{model:6} {size:7} {way:24} {stock_ms:9.2f} ms, ours {ours_ms:9.2f} ms: {speed:.2f}".format(**row)
-                )
-            if path is not None:
-                measure.append_csv(path, [measure.environment(device) | row for row in rows])
+    groups = (rows_of(name, size, given.rounds, device) for name in given.models for size in given.sizes)
+    measure.print_groups(groups, text_of, given, "fallbacks")
     return 0
 
 

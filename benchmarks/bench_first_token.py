@@ -11,13 +11,9 @@ is recorded. "by" says what reads prompts behind these: a list of calls, or the 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
-import time
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,44 +29,52 @@ TYPES = (
     *("apertus", "glm4", "helium", "nemotron", "bloom", "persimmon", "minicpm3"),
     *("granitemoehybrid", "lfm2", "mamba2", "qwen3_5_text", "deepseek_v3"),
 )
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCAB = 500
-#: types -> what their configs need beside sizes
-_OTHERS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": dict(n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32),
-    "mamba2": dict(num_heads=8, head_dim=None, n_groups=1),
-}
+
+
+def config_of(name: str, layers: int, width: int) -> Any:
+    """Return a config of these sizes."""
+    heads = max(4, width // 128)
+    dim = width // heads
+    sizes = dict(hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, vocab_size=VOCAB)
+    sizes |= dict(num_attention_heads=heads, num_key_value_heads=max(2, heads // 4), head_dim=dim)
+    latent = dict(num_key_value_heads=heads, kv_lora_rank=2 * dim, q_lora_rank=2 * dim, qk_rope_head_dim=dim // 2)
+    latent |= dict(qk_nope_head_dim=dim, v_head_dim=dim)
+    every_fourth = [["mamba", "attention"][index % 4 == 3] for index in range(layers)]
+    others: dict[str, dict[str, Any]] = {
+        "deepseek_v3": latent | dict(n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1),
+        "granitemoehybrid": dict(
+            num_local_experts=0, layer_types=every_fourth, mamba_n_heads=2 * heads, mamba_d_head=dim, mamba_d_state=dim
+        ),
+        "mamba2": dict(num_heads=2 * heads, n_groups=1, state_size=dim),
+        "minicpm3": latent,
+        "qwen3_5_text": dict(
+            linear_num_key_heads=heads, linear_num_value_heads=heads, linear_key_head_dim=dim, linear_value_head_dim=dim
+        ),
+    }
+    if name in ("deepseek_v3", "minicpm3"):
+        del sizes["head_dim"]  # which these make of the parts of a head
+    sizes |= others.get(name, {})
+    return AutoConfig.for_model(name, **sizes, pad_token_id=0, bos_token_id=1, eos_token_id=None)
 
 
 def model_of(name: str, layers: int, width: int, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a random model."""
-    heads = max(4, width // 128)
-    sizes = dict(hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, vocab_size=VOCAB)
-    sizes |= dict(num_attention_heads=heads, num_key_value_heads=max(2, heads // 4), head_dim=width // heads)
-    others = dict(_OTHERS.get(name, {}))
-    if name == "mamba2":
-        others["head_dim"] = 2 * width // others["num_heads"]
-    config = AutoConfig.for_model(name, **sizes | others, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+    config = config_of(name, layers, width)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(device)
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return (time.perf_counter() - started) * 1000
-
-
 def rows_of(name: str, size: str, lengths: Sequence[int], rounds: int, dtype: str, device: torch.device) -> list[dict]:
     layers, width = map(int, size.split("x"))
-    stock = model_of(name, layers, width, DTYPES[dtype], device)
+    stock = model_of(name, layers, width, measure.DTYPES[dtype], device)
     ours = copy.deepcopy(stock)
     generator = torch.Generator().manual_seed(0)
     texts = {length: torch.randint(3, VOCAB, (1, length), generator=generator).to(device) for length in lengths}
     call = lambda model, ids: model.generate(ids, max_new_tokens=1, do_sample=False).cpu()  # noqa: E731
-    once = {"patch_ms": milliseconds(lambda: hf_fastpath.patch(ours, quiet=True))}
+    once = {"patch_ms": measure.milliseconds(lambda: hf_fastpath.patch(ours, quiet=True))}
     for what in ("first_ms", "second_ms"):
-        once[what] = milliseconds(lambda: call(ours, next(iter(texts.values())).repeat(1, 3)[:, :5]))
+        once[what] = measure.milliseconds(lambda: call(ours, next(iter(texts.values())).repeat(1, 3)[:, :5]))
     made, read, seen = [], prompts.read, []
     prompts.read = lambda *given: seen.append(1) or read(*given)
     try:
@@ -80,8 +84,8 @@ def rows_of(name: str, size: str, lengths: Sequence[int], rounds: int, dtype: st
                 call(model, ids)
             by, times = "list" if seen else "modules", {"stock": [], "ours": []}
             for _ in range(rounds):
-                times["stock"].append(milliseconds(lambda: call(stock, ids)))  # noqa: B023
-                times["ours"].append(milliseconds(lambda: call(ours, ids)))  # noqa: B023
+                times["stock"].append(measure.milliseconds(lambda: call(stock, ids)))  # noqa: B023
+                times["ours"].append(measure.milliseconds(lambda: call(ours, ids)))  # noqa: B023
             median = {who: statistics.median(found) for who, found in times.items()}
             facts = {"type": name, "size": size, "dtype": dtype, "prompt": length, "by": by}
             facts |= {f"{who}_ms": round(found, 3) for who, found in median.items()}
@@ -91,34 +95,25 @@ def rows_of(name: str, size: str, lengths: Sequence[int], rounds: int, dtype: st
     return [row | {what: round(found, 1) for what, found in once.items()} for row in made]
 
 
+def text_of(rows: list[dict]) -> str:
+    line = (
+        "{type:18} {size:8} {dtype} prompt {prompt:5} by {by:8} stock {stock_ms:9.2f} ms, ours {ours_ms:9.2f}, speed"
+        " {speed:.2f}"
+    )
+    once = "{type:18} patch {patch_ms:.0f} ms, first {first_ms:.0f}, second {second_ms:.0f}".format(**rows[0])
+    return "\n".join([*(line.format(**row) for row in rows), once])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = dict(prog=Path(__file__).name, description=__doc__)
-    parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser_of(__file__, __doc__, rounds=7)
     parser.add_argument("--types", nargs="+", default=TYPES)
     parser.add_argument("--sizes", nargs="+", default=["32x64"])
     parser.add_argument("--prompts", nargs="+", type=int, default=[1, 16, 128, 1024])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--device", default="cpu")
-    measure.add_csv_argument(parser)
+    parser.add_argument("--dtype", choices=measure.DTYPES, default="fp32")
     given = parser.parse_args(argv)
-    device = torch.device(given.device)
-    path = measure.chosen_csv(given.csv, "first_token", device)
-    warnings.simplefilter("ignore")
-    for size in given.sizes:
-        for name in given.types:
-            rows = rows_of(name, size, given.prompts, given.rounds, given.dtype, device)
-            for row in rows:
-                print(
-                    f"{row['type']:18} {row['size']:8} {row['dtype']} prompt {row['prompt']:5} by {row['by']:8}"
-                    f" stock {row['stock_ms']:9.2f} ms, ours {row['ours_ms']:9.2f}, speed {row['speed']:.2f}",
-                    flush=True,
-                )
-            print(
-                f"{name:18} patch {row['patch_ms']:.0f} ms, first {row['first_ms']:.0f}, second {row['second_ms']:.0f}"
-            )
-            if path is not None:
-                measure.append_csv(path, [measure.environment(device) | row for row in rows])
+    others = given.prompts, given.rounds, given.dtype, torch.device(given.device)
+    groups = (rows_of(name, size, *others) for size in given.sizes for name in given.types)
+    measure.print_groups(groups, text_of, given, "first_token")
     return 0
 
 

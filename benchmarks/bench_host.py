@@ -10,13 +10,9 @@ modules, tensors, Python values and hooks, the names that its code reads, and Py
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
-import time
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,29 +56,23 @@ def model_of(name: str) -> Any:
     return model
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return (time.perf_counter() - started) * 1000
-
-
 def rows_of(name: str, prompt_len: int, rounds: int, device: torch.device) -> list[dict[str, object]]:
     stock = model_of(name).to(device)
     ours = copy.deepcopy(stock)
     ids = torch.randint(3, VOCAB, (1, prompt_len), generator=torch.Generator().manual_seed(0)).to(device)
     call = lambda model: model.generate(ids, max_new_tokens=1, do_sample=False).cpu()  # noqa: E731
-    found = {"patch": [milliseconds(lambda: hf_fastpath.patch(ours, quiet=True))]}
-    found["first"] = [milliseconds(lambda: call(ours))]
+    found = {"patch": [measure.milliseconds(lambda: hf_fastpath.patch(ours, quiet=True))]}
+    found["first"] = [measure.milliseconds(lambda: call(ours))]
     for model in (stock, ours, ours):
         call(model)
     found |= {"call, stock": [], "call, ours": []}
     for _ in range(rounds):
-        found["call, stock"].append(milliseconds(lambda: call(stock)))
-        found["call, ours"].append(milliseconds(lambda: call(ours)))
+        found["call, stock"].append(measure.milliseconds(lambda: call(stock)))
+        found["call, ours"].append(measure.milliseconds(lambda: call(ours)))
     snapshot = state_of(ours).plans.snapshot
     checks = (lambda: snapshot.holds(), lambda: compat.replaced_function(ours), compat.foreign_mode)
     if snapshot is not None:
-        found["check"] = [milliseconds(lambda: [each() for each in checks]) for _ in range(CHECKS)]
+        found["check"] = [measure.milliseconds(lambda: [each() for each in checks]) for _ in range(CHECKS)]
     facts = {"model": name, "modules": sum(1 for _ in ours.modules()), "prompt": prompt_len}
     return [
         facts | {"what": what, "median_ms": round(statistics.median(times), 4), "min_ms": round(min(times), 4)}
@@ -90,28 +80,18 @@ def rows_of(name: str, prompt_len: int, rounds: int, device: torch.device) -> li
     ]
 
 
+def text_of(rows: list[dict]) -> str:
+    line = "{model:10} {modules:5} modules, prompt {prompt}, {what:12} {median_ms:10.3f} ms (least {min_ms:.3f})"
+    return "\n".join(line.format(**row) for row in rows)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = dict(prog=Path(__file__).name, description=__doc__)
-    parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser_of(__file__, __doc__, rounds=15)
     parser.add_argument("--models", nargs="+", default=["llama", "glm4", "glm4+lora", "lfm2"])
     parser.add_argument("--prompt", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cpu")
-    measure.add_csv_argument(parser)
     given = parser.parse_args(argv)
-    device = torch.device(given.device)
-    path = measure.chosen_csv(given.csv, "host", device)
-    warnings.simplefilter("ignore")
-    for name in given.models:
-        rows = rows_of(name, given.prompt, given.rounds, device)
-        for row in rows:
-            print(
-                f"{row['model']:10} {row['modules']:5} modules, prompt {row['prompt']}, {row['what']:12}"
-                f" {row['median_ms']:10.3f} ms (least {row['min_ms']:.3f})",
-                flush=True,
-            )
-        if path is not None:
-            measure.append_csv(path, [measure.environment(device) | row for row in rows])
+    groups = (rows_of(name, given.prompt, given.rounds, torch.device(given.device)) for name in given.models)
+    measure.print_groups(groups, text_of, given, "host")
     return 0
 
 

@@ -10,16 +10,13 @@ an answer of 16 tokens, a second turn of 24 tokens, of which one token is asked 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_first_token import DTYPES, VOCAB, milliseconds, model_of
+from bench_first_token import VOCAB, model_of
 
 import hf_fastpath
 from hf_fastpath.bench import measure
@@ -32,7 +29,7 @@ _ANSWER, _TURN = 16, 24
 
 def rows_of(name: str, size: str, lengths: Sequence[int], rounds: int, dtype: str, device: torch.device) -> list[dict]:
     layers, width = map(int, size.split("x"))
-    stock = model_of(name, layers, width, DTYPES[dtype], device)
+    stock = model_of(name, layers, width, measure.DTYPES[dtype], device)
     models = {"stock": stock, "ours": hf_fastpath.patch(copy.deepcopy(stock), quiet=True)}
     models["kept"] = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, prefix_cache="8GB")
     generator = torch.Generator().manual_seed(0)
@@ -45,43 +42,35 @@ def rows_of(name: str, size: str, lengths: Sequence[int], rounds: int, dtype: st
             first, second = text(length), text(_TURN)
             for who, model in models.items():
                 whole = torch.cat((answer(model, first, _ANSWER), second), dim=1)
-                spent = milliseconds(lambda: answer(model, whole, 1).cpu())  # noqa: B023
+                spent = measure.milliseconds(lambda: answer(model, whole, 1).cpu())  # noqa: B023
                 if number > 1:
                     times[who].append(spent)
         facts: dict[str, Any] = {"type": name, "size": size, "dtype": dtype, "first_turn": length}
         facts |= {f"{who}_ms": round(statistics.median(found), 3) for who, found in times.items()}
         facts["spread_ms"] = round(max(times["kept"]) - min(times["kept"]), 3)
-        sums = [milliseconds(lambda: weights_sum(stock.parameters())) for _ in range(5)]
+        sums = [measure.milliseconds(lambda: weights_sum(stock.parameters())) for _ in range(5)]
         made.append(facts | {"sum_ms": round(statistics.median(sums), 3)})
     return made
 
 
+def text_of(rows: list[dict]) -> str:
+    line = (
+        "{type:14} {size:8} {dtype} first turn {first_turn:5}: stock {stock_ms:8.1f} ms, ours {ours_ms:8.1f}, kept"
+        " {kept_ms:7.1f} (sum {sum_ms:.1f})"
+    )
+    return "\n".join(line.format(**row) for row in rows)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = dict(prog=Path(__file__).name, description=__doc__)
-    parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser_of(__file__, __doc__, rounds=5)
     parser.add_argument("--types", nargs="+", default=TYPES)
     parser.add_argument("--sizes", nargs="+", default=["12x512"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[128, 1024])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--device", default="cpu")
-    measure.add_csv_argument(parser)
+    parser.add_argument("--dtype", choices=measure.DTYPES, default="fp32")
     given = parser.parse_args(argv)
-    device = torch.device(given.device)
-    path = measure.chosen_csv(given.csv, "prefixes", device)
-    warnings.simplefilter("ignore")
-    for size in given.sizes:
-        for name in given.types:
-            rows = rows_of(name, size, given.lengths, given.rounds, given.dtype, device)
-            for row in rows:
-                print(
-                    f"{row['type']:14} {row['size']:8} {row['dtype']} first turn {row['first_turn']:5}: stock"
-                    f" {row['stock_ms']:8.1f} ms, ours {row['ours_ms']:8.1f}, kept {row['kept_ms']:7.1f}"
-                    f" (sum {row['sum_ms']:.1f})",
-                    flush=True,
-                )
-            if path is not None:
-                measure.append_csv(path, [measure.environment(device) | row for row in rows])
+    others = given.lengths, given.rounds, given.dtype, torch.device(given.device)
+    groups = (rows_of(name, size, *others) for size in given.sizes for name in given.types)
+    measure.print_groups(groups, text_of, given, "prefixes")
     return 0
 
 

@@ -9,7 +9,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,6 +194,43 @@ def csv_path(kind: str, device: torch.device) -> Path:
 def add_csv_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--csv [PATH]``, as :func:`chosen_csv` takes it."""
     parser.add_argument("--csv", nargs="?", const="", help=f"append the rows; without a path to a file in {DATA_DIR}")
+
+
+def parser_of(file: str, about: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of what a benchmark of whole calls takes: rounds, a device and :func:`add_csv_argument`."""
+    how = dict(prog=Path(file).name, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(**how)  # type: ignore[arg-type]
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--device", default="cpu")
+    add_csv_argument(parser)
+    return parser
+
+
+def print_groups(
+    groups: Iterable[list[dict]], text: Callable[[list[dict]], str], given: argparse.Namespace, kind: str
+) -> None:
+    """Print groups of rows as they are measured, and append them to where ``--csv`` wants them.
+
+    Args:
+        text: gives what is printed of a group.
+        given: arguments of :func:`parser_of`.
+        kind: as for :func:`csv_path`.
+    """
+    device = torch.device(given.device)
+    path = chosen_csv(given.csv, kind, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in groups:
+            print(text(rows), flush=True)
+            if path is not None:
+                append_csv(path, [environment(device) | row for row in rows])
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Return how long a call takes, which waits for its device itself."""
+    started = time.perf_counter()
+    call()
+    return (time.perf_counter() - started) * 1000
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
