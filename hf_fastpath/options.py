@@ -83,8 +83,8 @@ class Options:
         if page_size is not None:
             check_page_size(page_size, kv)
         keep = bool(keep_original)
-        numbers = max_batch_size, page_size, None if prefix_cache is None else _bytes_of(prefix_cache)
-        return cls(kv, weights, lm_head, keep, frozenset(chosen), bool(strict), *numbers)
+        kept = None if prefix_cache is None else _bytes_of(prefix_cache)
+        return cls(kv, weights, lm_head, keep, frozenset(chosen), bool(strict), max_batch_size, page_size, kept)
 
 
 def _bytes_of(size: Any) -> int:

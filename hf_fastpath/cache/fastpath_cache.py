@@ -202,6 +202,11 @@ class FastpathCache(Cache):
         dtypes = {layer.k_buffer.dtype for layer in layers if layer.has_buffers}
         return len(held) <= 1 and len(dtypes) <= 1 or self._is_empty()
 
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether there are neither tokens nor states, also none as they are before the first token."""
+        return not self.get_seq_length() and not any(layer.states for layer in self.state_layers)
+
     def _is_empty(self) -> bool:
         return not any(layer.cumulative_length for layer in self.key_layers)
 

@@ -215,5 +215,5 @@ from .seams import (
 )
 from .tested_code import CORE_MODULES, why_untested
 from .token_methods import CacheDrop, cache_drop, inputs_method, overridden_inputs, overridden_method, set_known_inputs
-from .torch_state import foreign_mode, replaced_function, without_foreign_modes
+from .torch_state import OUT_OF_MEMORY, foreign_mode, replaced_function, without_foreign_modes
 from .versions import TESTED_TRANSFORMERS, is_development, transformers_version

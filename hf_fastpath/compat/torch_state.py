@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import (
 from .code import name_of, names_read
 from .folders import folders_of
 
+#: errors that say nothing of a model: there may be more memory next time
+OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
 #: modes that change no result, and whose counts nobody takes for those of a fast call
 _HARMLESS = (DeviceContext, torch.utils.flop_counter._FlopCounterMode)
 #: where the functions are that forwards and loops call

@@ -1,11 +1,6 @@
-"""Errors of recording, and errors that say nothing of a model."""
+"""Errors of recording."""
 
 from __future__ import annotations
-
-import torch
-
-#: there may be more memory next time
-OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
 
 
 class Unrecordable(Exception):

@@ -24,7 +24,6 @@ from . import marks
 from .arguments import described, hides_other_places, why_it_matters
 from .by_length import ByLength
 from .dry_run import dry_run
-from .errors import OUT_OF_MEMORY
 from .family import Recorded
 from .layers import RecordedAttention, RecordedLayer, attention_of, without_narrow
 from .looked_at import LookedAt
@@ -105,7 +104,7 @@ class RecordedPart(WholeModel):
         if key not in self._recordings:
             try:
                 self._recordings[key] = whole_step(self._looked_at.skeleton_as_now, *key, self.lengths)
-            except OUT_OF_MEMORY:
+            except compat.OUT_OF_MEMORY:
                 raise
             except Exception as error:  # which another try would raise again
                 self._recordings[key] = error
@@ -281,7 +280,7 @@ class RecordedPart(WholeModel):
         return self.shape_reason(1, MAX_QUERY_LEN) or self.by_length.drafts_reason(first, end)
 
     def _not_recorded(self, error: Exception, where: str = "") -> Cause:
-        self.is_passing = self.is_passing or isinstance(error, OUT_OF_MEMORY)
+        self.is_passing = self.is_passing or isinstance(error, compat.OUT_OF_MEMORY)
         code = error.code if isinstance(error, Unrecordable) else Unrecordable.code
         what = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
         if self.files_reason is not None:

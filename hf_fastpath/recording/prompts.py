@@ -13,6 +13,7 @@ import torch
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from .. import compat
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.calls.named_calls import Call
 from ..decode.lower.which_op import Lower
@@ -21,7 +22,6 @@ from ..decode.sources.prompts import PromptInputs, empty_states
 from ..ops.gemv import MAX_ROWS
 from . import marks
 from .arguments import why_padding_matters
-from .errors import OUT_OF_MEMORY
 from .looked_at import LookedAt
 from .lowering import Lowering
 from .proof import prompts_agree
@@ -175,7 +175,7 @@ class RecordedPrompts:
             self._trials[threading.get_ident()] = made
             if made.served is None or not prompts_agree(self._part, batch, begins, made.served):
                 return None
-        except OUT_OF_MEMORY:  # there may be more next time
+        except compat.OUT_OF_MEMORY:  # there may be more next time
             self._declined.discard(key)
             return None
         except Exception:  # nobody has tried this code: anything may be raised, and stock's modules read prompts, too

@@ -21,7 +21,6 @@ from ..decode.plans.plan_cache import PlanCache
 from ..errors import RankError
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause
-from .errors import OUT_OF_MEMORY
 from .recorded_step import Unrecordable
 from .text_lengths import Served
 
@@ -247,7 +246,7 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
             allowed = _allowed(part)
             if found > allowed and part.ranks is None:  # all ranks would have to run the model's forward
                 allowed = max(allowed, min(_TIMES * own_difference(part), _MOST_OF_NOISE))
-        except OUT_OF_MEMORY as error:  # no verdict: there may be more next time
+        except compat.OUT_OF_MEMORY as error:  # no verdict: there may be more next time
             return Cause("not_proven", f"{type(error).__name__}: {error}", part.module)
         except RankError:  # no verdict: other ranks are lost
             raise

@@ -18,7 +18,7 @@ from .. import compat
 from ..decode.calls.named_calls import Call, Norm, Register
 from ..ops.decode_attention import MAX_QUERY_LEN
 from . import marks, modes
-from .errors import OUT_OF_MEMORY, LengthTaken
+from .errors import LengthTaken
 from .first_uses import forget_lengths
 from .kinds import other_forwards
 from .lines import where
@@ -71,7 +71,7 @@ def record(
             try:
                 recording, changed = _record_with_care(noting, *given)
                 noting.lengths.check()
-            except OUT_OF_MEMORY:
+            except compat.OUT_OF_MEMORY:
                 raise
             except Exception as error:  # of the length's type, perhaps
                 is_known = (
@@ -90,7 +90,7 @@ def record(
                 raise Unrecordable(f"{changed[0]}, which the forward reads, and changes with every token")
             recording.is_of_given_length = lengths[0] is not None or begins
             return recording
-    except OUT_OF_MEMORY:
+    except compat.OUT_OF_MEMORY:
         raise
     except Unrecordable as error:
         raise type(error)(f"{error}{where(error)}") from None

@@ -1,8 +1,4 @@
-"""Where a forward that is given no position ids puts new tokens: behind all that the cache holds, or elsewhere.
-
-Most code counts on from the length of the cache. RoBERTa's skips the padding token's number, OPT's counts the ones of
-the mask, Bamba's begins at zero in every forward. So the model's own forward is asked: with and without the position.
-"""
+"""What only a model's own forward tells of itself, which is asked with a few tokens."""
 
 from __future__ import annotations
 
@@ -24,6 +20,9 @@ _TEXT, _CUT = 40, 12
 
 def count_on(part: StepSource, is_padded: bool) -> bool:
     """Return whether a token's default position is the number of tokens, padding among them, that the cache holds.
+
+    Most code counts on from the length of the cache. RoBERTa's skips the padding token's number, OPT's counts the ones
+    of the mask, Bamba's begins at zero in every forward.
 
     Args:
         part: a model without a reason against a decode plan.

@@ -21,8 +21,8 @@ from ..plans.decode_plan import DecodePlan
 from ..plans.draft_plan import DraftReader, moves_windows
 from ..sources.step_source import StepSource
 from ..state.snapshot import Snapshot
-from .default_positions import count_on
 from .eligibility import model_reason, torch_reason
+from .forward_answers import count_on
 from .generate_calls import settling
 from .new_tokens import NewTokens
 from .patched import Patched
@@ -148,7 +148,7 @@ class OwnLoops:
     def __init__(self) -> None:
         self._plans: list[WaitingPlan] = []  # the last used one first
         self._changes = 0  # forwards in a row that found another model than the one before
-        self._defaults: dict[bool, bool] = {}  # whether there is padding -> see default_positions.count_on()
+        self._defaults: dict[bool, bool] = {}  # whether there is padding -> see forward_answers.count_on()
         self._defaults_of: Snapshot | None = None
         self._left_out = 0  # forwards that stock code runs before the model is looked at again
         self.forget_other_threads()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,14 +22,21 @@ from ..sources.step_source import StepSource
 from ..state.snapshot import Snapshot
 from ..state.weights_sum import weights_sum
 from . import multimodal
-from .default_positions import goes_on_from_states
+from .forward_answers import goes_on_from_states
 from .generate_calls import position_ids_of
 
 #: a rest of so many tokens is read token by token where nothing else reads several tokens behind states
 _MOST_STEPS = 256
-_OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
-#: reads the tokens of a prompt from one position to another, and returns the logits of the next token
-Reader = Callable[[int, int], torch.Tensor]
+
+
+class Piece(Protocol):
+    """Tokens of prompts, behind those that the cache holds."""
+
+    def have_a_list(self, past: int) -> bool:
+        """Whether a list of calls reads them behind so many tokens."""
+
+    def read(self) -> torch.Tensor:
+        """Read them, by a list of calls or the model's modules; return [batch, vocab_size] logits of the next token."""
 
 
 class Prefixes:
@@ -65,13 +72,13 @@ class Prefixes:
         Args:
             plans, part: of the model, without a reason against a decode plan.
             ids: [batch, seq_len], the prompts.
-            starts: [batch], left padding of each row, or None.
+            starts: [batch], left padding of each row, or None for none.
             config, model_kwargs: of the call.
         """
         cache = model_kwargs[compat.CACHE]
         if part.ranks is not None or part.token_shape or multimodal.has_more_than_tokens(part, model_kwargs):
             return None
-        if not _is_empty(cache) or compat.cache_drop(part.module) is not None:
+        if not cache.holds_nothing or compat.cache_drop(part.module) is not None:
             return None
         paddings = [0] * len(ids) if starts is None else starts.tolist()
         if not part.takes_positions and any(paddings):  # where a text's tokens stand may depend on the padding
@@ -130,12 +137,11 @@ class PrefixCall:
         snapshot = self._snapshot
         return snapshot.fingerprint, weights_sum(snapshot.held_tensors())
 
-    def read(self, is_readable: Callable[[int, int], bool], reader: Reader) -> torch.Tensor:
+    def read(self, between: Callable[[int, int], Piece]) -> torch.Tensor:
         """Read the prompts, but not what is known of them.
 
         Args:
-            is_readable: whether a list of calls reads the tokens between two positions.
-            reader: reads them, by a list of calls or the model's modules.
+            between: gives the tokens from one position to another.
 
         Returns:
             [batch, vocab_size] logits of the token behind the prompts.
@@ -144,25 +150,24 @@ class PrefixCall:
         texts = [row[padding:] for row, padding in zip(rows, self._paddings)]
         at_marks, store = has_ends(self._cache), self._prefixes.store
         if at_marks and len(texts) > 1:
-            return reader(0, length)
+            return between(0, length).read()
         found = [store.find(self._guard, text, len(text) - 1, at_marks) for text in texts]
         begin = min(padding + each.count for padding, each in zip(self._paddings, found))
-        step = self._steps_from(begin, length, is_readable) if at_marks and 0 < begin < length else False
+        step = self._steps_from(begin, between(begin, length)) if at_marks and 0 < begin < length else False
         if step is None or not any(each.count for each in found):
             begin = 0
-        self._prefixes.counts.add(
-            sum(map(len, texts)), sum(max(0, begin - padding) for padding in self._paddings) if begin else 0
-        )
+        known = sum(max(0, begin - padding) for padding in self._paddings)
+        self._prefixes.counts.add(sum(map(len, texts)), known)
         if begin:
             self._load(found, begin)
         if not at_marks:
-            return reader(begin, length)
+            return between(begin, length).read()
         if begin == length and found[0].mark is not None and found[0].mark.logits is not None:
             return found[0].mark.logits.clone()
         shared = min(store.common(self._guard, texts[0]), length - 1)
         for end in (shared, length):
             if end > begin and (end == length or end >= begin + PAGE):
-                logits = self._by_steps(begin, end) if step else reader(begin, end)
+                logits = self._by_steps(begin, end) if step else between(begin, end).read()
                 self._keep(self._ids[:, :end], logits)
                 begin = end
         return logits
@@ -172,10 +177,12 @@ class PrefixCall:
         self._part.prompts.prepare(cache, len(found))
         load(cache, found, self._paddings, begin)
 
-    def _steps_from(self, begin: int, length: int, is_readable: Callable[[int, int], bool]) -> bool | None:
-        """Return whether the rest has to be read token by token behind states; None if it is not to be read so."""
+    def _steps_from(self, begin: int, piece: Piece) -> bool | None:
+        """Return whether the rest, a piece, has to be read token by token behind states; None if it is not to be read
+        so."""
+        length = self._ids.shape[1]
         rest = length - begin
-        if is_readable(begin, length):
+        if piece.have_a_list(begin):
             return False
         if rest > MAX_QUERY_LEN and self._prefixes.modules_go_on(self._part, self._snapshot):
             return False
@@ -213,14 +220,9 @@ class PrefixCall:
             if cache.take():
                 for row, (tokens, padding) in enumerate(zip(ids[:, :held].tolist(), paddings)):
                     store.keep(self._guard, tokens[padding:], cache, row, padding, logits)
-        except _OUT_OF_MEMORY:  # the call itself is done
+        except compat.OUT_OF_MEMORY:  # the call itself is done
             store.clear()
         counts.kept_bytes = store.num_bytes
-
-
-def _is_empty(cache: Any) -> bool:
-    is_new = isinstance(cache, FastpathCache) and not cache.get_seq_length()
-    return is_new and not any(layer.states for layer in cache.state_layers)
 
 
 def _counts_from_zero(positions: torch.Tensor, paddings: list[int], length: int) -> bool:

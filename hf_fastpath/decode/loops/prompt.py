@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ _aten = torch.ops.aten
 
 #: devices on which a plan is one launch, while a program is one launch for every call
 _CAPTURES = frozenset({"cuda"})
-#: arguments of a prompt that have a row for each sequence
-_OF_ROWS = "attention_mask", "position_ids"
 #: programs kept for one model; there is one for each size of prompt that kernels for a few rows take
 MAX_PROGRAMS = 16
 
@@ -83,7 +81,7 @@ def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
     if prompt.positions.shape[-1] != query_len or query_len == 0:
         return False
     if not cache.get_seq_length():
-        return not any(layer.states for layer in cache.state_layers)
+        return cache.holds_nothing
     batches = [layer.batch_size for layer in cache.key_layers]
     batches += [len(state) for layer in cache.state_layers for state in layer.states]
     return set(batches) == {batch}
@@ -299,68 +297,75 @@ def read_text(
         if multimodal.has_more_than_tokens(part, model_kwargs):
             return compat.prefill(model, ids, config, model_kwargs).logits[:, -1], None
         alike = repeats(ids, config.num_return_sequences, cache)
-        if alike > 1:
-            rows = {name: model_kwargs.get(name) for name in _OF_ROWS}
-            model_kwargs = model_kwargs | {
-                n: t[::alike] for n, t in rows.items() if t is not None and len(t) == len(ids)
-            }
-            ids, starts = ids[::alike], None if starts is None else starts[::alike]
-        found = None if prefixes is None else prefixes.call(plans, part, ids, starts, config, model_kwargs)
-        given = plans, model, part, ids, config, model_kwargs, starts
-        logits = _read_rows(*given) if found is None else _read_behind_prefix(found, *given)
+        padding = starts if starts is not None and starts.any() else None
+        texts = _Texts(plans, model, part, ids, config, model_kwargs, padding).every(alike)
+        found = None
+        if prefixes is not None:
+            found = prefixes.call(plans, part, texts.ids, texts.starts, config, texts.model_kwargs)
+        logits = texts.read() if found is None else found.read(texts.between)
         if alike > 1:
             cache.batch_repeat_interleave(alike)
             logits = logits.repeat_interleave(alike, dim=0)
         return logits, found
 
 
-def _read_behind_prefix(
-    found: PrefixCall,
-    plans: PlanCache,
-    model: Any,
-    part: StepSource,
-    ids: torch.Tensor,
-    config: Any,
-    model_kwargs: dict,
-    starts: torch.Tensor | None,
-) -> torch.Tensor:
-    """Do as :func:`_read_rows`, but leave out what is known."""
+@dataclass(frozen=True)
+class _Texts:
+    """What a call of ``generate()`` reads before its first token.
 
-    def between(begin: int, end: int) -> dict:
-        mask, positions = (model_kwargs.get(name) for name in _OF_ROWS)
-        of_mask = {} if mask is None else {"attention_mask": mask[:, :end]}
-        return model_kwargs | of_mask | ({} if positions is None else {"position_ids": positions[:, begin:end]})
+    Attributes:
+        plans, model, part: the model.
+        ids, config, model_kwargs: as for :func:`read_text`.
+        starts: [batch], left padding of each row, or None for none.
+    """
 
-    def reader(begin: int, end: int) -> torch.Tensor:
-        return _read_rows(plans, model, part, ids[:, begin:end], config, between(begin, end), starts)
+    plans: PlanCache
+    model: Any
+    part: StepSource
+    ids: torch.Tensor
+    config: Any
+    model_kwargs: dict
+    starts: torch.Tensor | None
 
-    def is_read_by_list(begin: int, end: int) -> bool:
-        return part.prompts.form(ids.device, (len(ids), end - begin), begin, starts is not None) is not None
+    def every(self, count: int) -> _Texts:
+        """Return every ``count``-th of the sequences."""
+        if count == 1:
+            return self
+        rows = {name: each[::count] for name, each in self._of_rows() if len(each) == len(self.ids)}
+        starts = None if self.starts is None else self.starts[::count]
+        return replace(self, ids=self.ids[::count], model_kwargs=self.model_kwargs | rows, starts=starts)
 
-    return found.read(is_read_by_list, reader)
+    def between(self, begin: int, end: int) -> _Texts:
+        """Return the tokens from one position to another, behind those that the cache then holds."""
+        columns = {"attention_mask": slice(0, end), "position_ids": slice(begin, end)}
+        cut = {name: each[:, columns[name]] for name, each in self._of_rows()}
+        return replace(self, ids=self.ids[:, begin:end], model_kwargs=self.model_kwargs | cut)
 
+    def _of_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the arguments that have a row for each sequence, with their names."""
+        for name in ("attention_mask", "position_ids"):
+            if (found := self.model_kwargs.get(name)) is not None:
+                yield name, found
 
-def _read_rows(
-    plans: PlanCache,
-    model: Any,
-    part: StepSource,
-    ids: torch.Tensor,
-    config: Any,
-    model_kwargs: dict,
-    starts: torch.Tensor | None,
-) -> torch.Tensor:
-    """Do as :func:`read_text` for every row of ``ids``."""
-    cache = model_kwargs[compat.CACHE]
-    tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
-    positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
-    given = Prompt(tokens, positions, starts if starts is not None and starts.any() else None)
-    logits = read_turn(part, cache, given, functools.partial(plans.draft_plan, part, cache))
-    if logits is None and is_readable(part, cache, given, config.prefill_chunk_size):
-        programs = plans.prompt_programs_of(part)
-        with compat.below_autograd():
-            for chunk in given.chunks(config.prefill_chunk_size):
-                logits = read(part, cache, chunk, programs)
-    if logits is None:
-        with compat.text_cache(cache).reading_prompt():
-            logits = compat.prefill(model, ids, config, model_kwargs).logits[:, -1]
-    return logits
+    def have_a_list(self, past: int) -> bool:
+        """Whether a list of calls reads them behind so many tokens."""
+        shape = self.ids.shape[0], self.ids.shape[1]
+        return self.part.prompts.form(self.ids.device, shape, past, self.starts is not None) is not None
+
+    def read(self) -> torch.Tensor:
+        """Do as :func:`read_text` for every sequence."""
+        part, ids, config, model_kwargs = self.part, self.ids, self.config, self.model_kwargs
+        cache = model_kwargs[compat.CACHE]
+        tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
+        positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
+        given = Prompt(tokens, positions, self.starts)
+        logits = read_turn(part, cache, given, functools.partial(self.plans.draft_plan, part, cache))
+        if logits is None and is_readable(part, cache, given, config.prefill_chunk_size):
+            programs = self.plans.prompt_programs_of(part)
+            with compat.below_autograd():
+                for chunk in given.chunks(config.prefill_chunk_size):
+                    logits = read(part, cache, chunk, programs)
+        if logits is None:
+            with compat.text_cache(cache).reading_prompt():
+                logits = compat.prefill(self.model, ids, config, model_kwargs).logits[:, -1]
+        return logits
