@@ -2,6 +2,7 @@
 
     python benchmarks/bench_fallbacks.py --csv
     python benchmarks/bench_fallbacks.py --models llama --sizes 2x128 12x512 --rounds 20
+    python benchmarks/bench_fallbacks.py --models llama --sizes 32x4096 --dtype bf16 --device cuda --csv
 
 A size is layers x features. Each way to generate 24 tokens behind 16 runs in turns, stock and patched; "speed" is
 stock's time by ours, of the least of all rounds.
@@ -35,11 +36,14 @@ OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def model_of(name: str, layers: int, width: int) -> Any:
+def model_of(name: str, layers: int, width: int, dtype: torch.dtype, device: torch.device) -> Any:
     torch.manual_seed(0)
     sizes = dict(hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, vocab_size=500)
-    heads = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=width // 4)
-    return AutoModelForCausalLM.from_config(CONFIGS[name](**sizes, **heads, pad_token_id=0, eos_token_id=None)).eval()
+    count = max(4, width // 128)
+    heads = dict(num_attention_heads=count, num_key_value_heads=max(4, count // 4), head_dim=width // count)
+    config = CONFIGS[name](**sizes, **heads, pad_token_id=0, eos_token_id=None)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def generated(model: Any, ids: torch.Tensor, way: str) -> None:
@@ -65,9 +69,9 @@ WAYS: dict[str, Callable[[Any, torch.Tensor, str], None]] = dict.fromkeys(OPTION
 WAYS |= {"own loop": own_loop, "own loop, DynamicCache": own_loop, "forward": forward}
 
 
-def rows_of(name: str, size: str, rounds: int, device: torch.device) -> list[dict[str, object]]:
+def rows_of(name: str, size: str, rounds: int, dtype: str, device: torch.device) -> list[dict[str, object]]:
     layers, width = map(int, size.split("x"))
-    stock = model_of(name, layers, width).to(device)
+    stock = model_of(name, layers, width, measure.DTYPES[dtype], device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     ids = torch.randint(3, 400, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
     rows = []
@@ -84,7 +88,7 @@ def rows_of(name: str, size: str, rounds: int, device: torch.device) -> list[dic
         least = {which: min(each) for which, each in times.items()}
         found = {f"{which}_ms": round(each, 3) for which, each in least.items()}
         rows.append(
-            {"model": name, "size": size, "way": way, **found, "speed": round(least["stock"] / least["ours"], 3)}
+            {"model": name, "size": size, "dtype": dtype, "way": way, **found, "speed": round(least["stock"] / least["ours"], 3)}
         )
     return rows
 
@@ -98,9 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.parser_of(__file__, __doc__, rounds=10)
     parser.add_argument("--models", nargs="+", default=list(CONFIGS), choices=CONFIGS)
     parser.add_argument("--sizes", nargs="+", default=["2x128", "6x256", "12x512"])
+    parser.add_argument("--dtype", choices=measure.DTYPES, default="fp32")
     given = parser.parse_args(argv)
-    device = torch.device(given.device)
-    groups = (rows_of(name, size, given.rounds, device) for name in given.models for size in given.sizes)
+    others = given.rounds, given.dtype, torch.device(given.device)
+    groups = (rows_of(name, size, *others) for name in given.models for size in given.sizes)
     measure.print_groups(groups, text_of, given, "fallbacks")
     return 0
 

@@ -72,7 +72,8 @@ class Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         op, arguments = found
         with recorder.quiet():
-            out = _product(**arguments) if op is marks.linear else None
+            like = _LIKE.get(op)
+            out = like(**arguments) if like is not None else None
             out = func(*args, **kwargs) if out is None else out
         if not recorder.is_rehearsing:
             recorder.emit(op, arguments, out)
@@ -85,6 +86,18 @@ def _product(x, weight, bias) -> torch.Tensor | None:
     if bias is not None:
         is_plain = is_plain and bias.shape == weight.shape[:1] and bias.dtype == x.dtype
     return x.new_empty(*x.shape[:-1], weight.shape[0]) if is_plain else None
+
+
+def _product_of_two(a, b) -> torch.Tensor | None:
+    """Do as :func:`_product` for the product of two tensors; None without sizes that stand for lengths, too. PyTorch up
+    to 2.11 takes the numbers behind such sizes."""
+    is_plain = a.dim() > 1 and b.dim() > 1 and a.dtype == b.dtype
+    if not is_plain or not (a._has_symbolic_sizes_strides or b._has_symbolic_sizes_strides):
+        return None
+    outer = [list(each.shape[:-2]) for each in (a, b)]
+    most = max(map(len, outer))
+    pairs = zip(*([1] * (most - len(each)) + each for each in outer))
+    return a.new_empty(*(y if type(x) is int and x == 1 else x for x, y in pairs), a.shape[-2], b.shape[-1])
 
 
 def _linear(input, weight, bias=None):
@@ -125,6 +138,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
 }
+
+#: marks -> a function that returns a tensor like what the call returns, or None where PyTorch is to find out
+_LIKE: dict[Any, Callable[..., torch.Tensor | None]] = {marks.linear: _product, marks.matmul: _product_of_two}
 
 
 class Dispatch(TorchDispatchMode):
