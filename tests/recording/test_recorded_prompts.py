@@ -158,7 +158,8 @@ def test_sequences_and_padding(name, monkeypatch):
         with reads(monkeypatch) as shapes, counting(ours) as counts:
             found = ours.generate(given, **GREEDY, **options)
         assert torch.equal(found, stock.generate(given, **GREEDY, **options))
-        assert counts.fast or "attention_mask" in counts.reasons, counts
+        # Bloom of transformers 5.17 makes its positions of a mask of ones for the whole text
+        assert counts.fast or counts.reasons.keys() & {"attention_mask", "not_recorded"}, counts
     assert shapes == [(3, 20)] * (name in PADDED)
 
 
