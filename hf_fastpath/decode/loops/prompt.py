@@ -7,7 +7,7 @@ many (:mod:`..lower.many_rows`): matrix products of PyTorch's libraries, and PyT
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..plans.draft_plan import DraftPlan, DraftReader, moves_windows
 from ..plans.plan_cache import PlanCache
 from ..sources.prompts import PromptInputs
 from ..sources.step_source import StepSource
-from . import multimodal
+from . import multimodal, short_prompts
 from .generate_calls import position_ids_of
 from .prefixes import PrefixCall, Prefixes
 
@@ -39,8 +39,9 @@ _aten = torch.ops.aten
 
 #: devices on which a plan is one launch, while a program is one launch for every call
 _CAPTURES = frozenset({"cuda"})
-#: programs kept for one model; there is one for each size of prompt that kernels for a few rows take
-MAX_PROGRAMS = 16
+#: programs kept for one model; there is one for each size of prompt that kernels for a few rows take, and one for each
+#: length of ``short_prompts``
+MAX_PROGRAMS = 32
 
 
 @dataclass
@@ -138,9 +139,9 @@ class PromptProgram:
         caches: tuple[tuple[str, ...], ...],
         states: tuple[int, ...],
     ):
-        self._program = program_of(part, part.embedding.weight.device)
-        emit = self._program.emit
-        register = self._program.register
+        self.program = program_of(part, part.embedding.weight.device)
+        emit = self.program.emit
+        register = self.program.register
         self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))
         self._starts = register() if has_padding else None
         buffers: list[dict[str, Any]] = [{name: register() for name in names} for names in caches]
@@ -152,13 +153,13 @@ class PromptProgram:
         at = Positions(self._angles, self._lengths, self._starts)
         memory = self._caches, self._states
         given = PromptInputs(form, batch, self._tokens, self._positions, *memory, at, self._size)
-        logits = part.prompts.record(self._program, to, Lower(emit, batch), given)
+        logits = part.prompts.record(self.program, to, Lower(emit, batch), given)
         emit(_aten.select.int, logits, 1, 0)
 
     def _size(self, formula: Callable[[int], Any]) -> Register:
         """Return a register that holds what ``formula`` makes of the number of new tokens."""
         if formula not in self._sizes:
-            self._sizes[formula] = self._program.register()
+            self._sizes[formula] = self.program.register()
         return self._sizes[formula]
 
     def run(
@@ -182,23 +183,39 @@ class PromptProgram:
         """
         batch, query_len = prompt.tokens.shape
         attention = Attention(query_len, past + query_len, lengths, starts)
-        given: list[tuple[Any, Any]] = [
-            (self._tokens, prompt.tokens),
-            (self._positions, prompt.positions.expand(batch, -1)),
-        ]
-        given += [(self._lengths, lengths), (self._attention, attention)]
-        given += [(register, formula(query_len)) for formula, register in self._sizes.items()]
+        given = self.given(prompt.tokens, prompt.positions.expand(batch, -1), lengths, attention)
         if self._starts is not None:
             given.append((self._starts, starts))
-        given += zip(self._caches, map(_keys_and_values, cache.layers))
+        given += self.of_memory(map(_keys_and_values, cache.layers), angles)
         for registers, layer in zip(self._states, cache.layers):
             given += zip(registers, _states(layer))
+        return self.program.run_once(given)
+
+    def given(
+        self, tokens: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, attention: Attention
+    ) -> list[tuple[Any, Any]]:
+        """Return pairs of a register and its value, for tokens and positions [batch, query_len] and what goes with
+        these."""
+        found = [(self._tokens, tokens), (self._positions, positions), (self._lengths, lengths)]
+        sizes = [(register, formula(tokens.shape[1])) for formula, register in self._sizes.items()]
+        return [*found, (self._attention, attention), *sizes]
+
+    def of_memory(self, caches: Iterable[KVCache], angles: dict) -> list[tuple[Any, Any]]:
+        """Do as :meth:`given` for keys and values of each layer and tables of angles."""
+        found: list[tuple[Any, Any]] = list(zip(self._caches, caches))
         for kind in angles:
-            given += zip(self._angles[kind], angles[kind])
-        return self._program.run_once(given)
+            found += zip(self._angles[kind], angles[kind])
+        return found
 
 
-def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[tuple, PromptProgram]) -> torch.Tensor:
+def _program_of(part: StepSource, form: Any, batch: int, length: int, memory: tuple) -> PromptProgram | None:
+    """Return the calls for whole prompts of so many tokens, or None if these are not read as those of ``form`` are."""
+    if part.prompts.form(part.embedding.weight.device, (batch, length), 0, False) is not form:
+        return None
+    return PromptProgram(part, form, False, min(batch * length, MAX_WGMMA_ROWS + 1), batch, False, *memory)
+
+
+def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[tuple, Any]) -> torch.Tensor:
     """Run the model over the prompt and append it to ``cache``.
 
     Args:
@@ -225,12 +242,23 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
     layers = cache.layers[: len(part.layers)]
     memory = tuple(_keys_and_values(each).names() for each in layers), tuple(len(_states(each)) for each in layers)
     how = at_once, min(rows, MAX_WGMMA_ROWS + 1), batch, starts is not None, *memory
-    program = programs.pop((key := (id(form), *how)), None) or PromptProgram(part, form, *how)
-    angles = {}
-    if has_angles(part):
-        angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
-    logits = program.run(prompt, past, lengths, starts, cache, angles)
-    programs[key] = program
+    length = short_prompts.length_of(part, prompt, past)
+    short = programs.pop((of_short := (id(form), batch, length, *memory)), short_prompts.Asked()) if length else None
+    if isinstance(short, short_prompts.ShortPrompts):
+        logits = short.run(prompt)
+        short.store(cache, query_len)
+    else:
+        program = programs.pop((key := (id(form), *how)), None) or PromptProgram(part, form, *how)
+        angles = {}
+        if has_angles(part):
+            angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
+        logits = program.run(prompt, past, lengths, starts, cache, angles)
+        programs[key] = program
+    if length is not None and isinstance(short, short_prompts.Asked):
+        of_length = functools.partial(_program_of, part, form, batch, length, memory)
+        short = short_prompts.after(short, part, prompt, logits, layers, length, of_length)
+    if short is not None:
+        programs[of_short] = short
     for oldest in list(programs)[:-MAX_PROGRAMS]:
         programs.pop(oldest, None)  # None: another thread may have taken it
     cache.advance(query_len)

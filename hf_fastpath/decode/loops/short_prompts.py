@@ -1,0 +1,242 @@
+"""Short prompts on a GPU: one launch reads a whole prompt, where the calls from Python take longer than their kernels.
+
+A graph reads prompts of one length, so there are graphs for a few lengths, and a shorter prompt is filled up on the
+right with tokens that no token of the prompt sees. Keys and values go into memory of the graph, and from there into the
+cache of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ... import compat
+from ...cache.fastpath_cache import FastpathCache
+from ...ops.kv_cache import KVCache
+from ..calls.named_calls import Call, registers_in
+from ..lower.attend import Attention
+from ..plans.angles import angles_at, has_angles
+from ..run import graph
+from ..sources.step_source import StepSource
+
+if TYPE_CHECKING:
+    from .prompt import Prompt, PromptProgram
+
+_aten = torch.ops.aten
+
+#: devices on which a graph is one launch
+DEVICES = frozenset({"cuda"})
+#: lengths that prompts are filled up to; behind the last the kernels take longer than their launches
+LENGTHS = 32, 64, 96, 128, 192, 256, 384, 512
+#: bytes of keys and values of a graph at most
+MOST_BYTES = 128 << 20
+#: which prompt of a length is captured; a capture takes as long as reading a few prompts
+FIRST_CAPTURED = 2
+
+
+def length_of(part: StepSource, prompt: Prompt, past: int) -> int | None:
+    """Return the length that a prompt is filled up to for a graph, or None: it is read by single calls."""
+    batch, count = prompt.tokens.shape
+    if past or prompt.starts is not None or prompt.tokens.device.type not in DEVICES:
+        return None
+    if prompt.positions.shape[-1] != count:
+        return None
+    if part.ranks is not None or any(part.host_weights) or any(kind.states for kind in part.kinds):
+        return None
+    return next((each for each in LENGTHS if count <= each and batch * each <= LENGTHS[-1]), None)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts of a length that no graph reads.
+
+    Attributes:
+        count: how many have come.
+        is_declined: no graph will read them.
+    """
+
+    count: int = 0
+    is_declined: bool = False
+
+
+class Unfit(Exception):
+    """A list of calls that a graph cannot make for shorter prompts as well."""
+
+
+class ShortPrompts:
+    """A graph that reads prompts of up to ``length`` tokens that begin their texts, without padding.
+
+    Args:
+        part: the model.
+        program: the calls for such prompts, which have not run yet.
+        batch: sequences.
+        length: tokens of a sequence.
+        like: the layers of a cache that has room for a prompt.
+
+    Raises:
+        Unfit: the calls take more than the last token from the end.
+    """
+
+    def __init__(self, part: StepSource, program: PromptProgram, batch: int, length: int, like: Sequence[Any]):
+        device = part.embedding.weight.device
+        self._part, self._program, self._length = part, program, length
+        self._graph: Any = None
+        self._stream: Any = None  # on which the graph ran last
+        with torch.inference_mode(False):
+            self._tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
+            self._positions = torch.zeros(batch, length, dtype=torch.long, device=device)
+            self._last = torch.zeros(1, dtype=torch.long, device=device)
+            self._lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+            self._memory = [_memory_of(layer, length) for layer in like]
+            self._angles: dict[Any, tuple[torch.Tensor, ...]] = {}
+        self._logits: torch.Tensor | None = None
+        last = program.program.register()
+        _take_from(program.program.calls, last)
+        self._given = [(last, self._last)]
+
+    def run(self, prompt: Prompt) -> torch.Tensor:
+        """Return [batch, vocab_size] logits of the token that follows a prompt."""
+        batch, count = prompt.tokens.shape
+        self._wait()
+        for memory, values in ((self._tokens, prompt.tokens), (self._positions, prompt.positions.expand(batch, -1))):
+            memory[:, :count].copy_(values)
+            memory[:, count:] = values[:, -1:]  # tokens and positions that the model knows
+        self._last.fill_(count - 1)
+        self._fill_angles()
+        if self._graph is None:
+            self._make_calls()
+        else:
+            self._graph.replay()
+        assert self._logits is not None
+        return self._logits.clone()
+
+    def store(self, cache: FastpathCache, count: int) -> None:
+        """Put keys and values of the last prompt, which had so many tokens, into a cache with room for them."""
+        to, held = [], []
+        for layer, memory in zip(cache.layers, self._memory):
+            if memory.k is not None:
+                to += [layer.k_buffer, layer.v_buffer]
+                held += [memory.k, memory.v]
+        torch._foreach_copy_([each[:, :, :count] for each in to], [each[:, :, :count] for each in held])
+
+    def capture(self) -> None:
+        """Capture the calls, which have run once.
+
+        Raises:
+            RuntimeError: CUDA cannot capture something in them.
+        """
+        self._graph = graph.capture(self._make_calls, self._tokens.device)
+
+    def _make_calls(self) -> None:
+        attention = Attention(self._length, self._length, self._lengths, None)
+        given = self._program.given(self._tokens, self._positions, self._lengths, attention)
+        given += [*self._given, *self._program.of_memory(self._memory, self._angles)]
+        self._logits = self._program.program.run_once(given)
+
+    def _wait(self) -> None:
+        """Let the calls to come wait for the last prompt, which another thread may have read on another stream."""
+        if self._tokens.device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(self._tokens.device)
+        if self._stream is not None and self._stream != current:
+            current.wait_stream(self._stream)
+        self._stream = current
+
+    def _fill_angles(self) -> None:
+        if not has_angles(self._part):
+            return
+        empty = torch.empty(0, dtype=self._part.embedding.weight.dtype, device=self._tokens.device)
+        for kind, found in angles_at(self._part, empty, self._positions).items():
+            if kind not in self._angles:
+                with torch.inference_mode(False):
+                    self._angles[kind] = tuple(map(torch.empty_like, found))
+            for memory, values in zip(self._angles[kind], found):
+                memory.copy_(values)
+
+
+def _memory_of(layer: Any, length: int) -> KVCache:
+    """Return memory for keys and values like those of a layer of a cache."""
+    if getattr(layer, "k_buffer", None) is None:
+        return KVCache(None, None)
+    if layer.kv_cache().names() != ("k", "v"):
+        raise Unfit("a cache with scales or pages")
+    shapes = [(*each.shape[:2], length, *each.shape[3:]) for each in layer.buffers]
+    return KVCache(*(each.new_empty(shape) for each, shape in zip(layer.buffers, shapes)))
+
+
+def _bytes_of(like: Sequence[Any], length: int) -> int:
+    """Return how much memory keys and values of ``length`` tokens take in layers of a cache."""
+    buffers = [each for layer in like if getattr(layer, "k_buffer", None) is not None for each in layer.buffers]
+    return sum(each[:, :, :1].numel() * each.element_size() * length for each in buffers)
+
+
+def _take_from(calls: list[Call], last: Any) -> None:
+    """Let the call that takes the last token of all take the one that the register ``last`` says.
+
+    Raises:
+        Unfit: there is no such call, or there are several.
+    """
+    found = [place for place, call in enumerate(calls) if _is_of_the_last(call)]
+    if len(found) != 1:
+        raise Unfit("no call takes the last token alone")
+    call = calls[found[0]]
+    if registers_in([value for name, value in call.arguments.items() if name != "self"]):
+        raise Unfit("a call whose place is computed")
+    taken = {"self": call.arguments["self"], "dim": 1, "index": last}
+    calls[found[0]] = replace(call, op=_aten.index_select.default, arguments=taken)
+
+
+def _is_of_the_last(call: Call) -> bool:
+    given = call.arguments
+    if call.op is _aten.narrow.default:
+        return (given["dim"], given["start"], given["length"]) == (1, -1, 1)
+    return call.op is _aten.slice.Tensor and (given.get("dim", 0), given.get("start")) == (1, -1)
+
+
+def _agree(part: StepSource, found: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Whether tokens behind a prompt have not changed its logits, if it is not known that the model is causal."""
+    most = part.prompts.most_difference
+    if most is None:
+        return True
+    found, logits = found.float(), logits.float()
+    return bool((found - logits).abs().mean() <= most * logits.abs().mean())
+
+
+def after(
+    asked: Asked,
+    part: StepSource,
+    prompt: Prompt,
+    logits: torch.Tensor,
+    layers: Sequence[Any],
+    length: int,
+    program: Callable[[], PromptProgram | None],
+) -> Asked | ShortPrompts:
+    """Return what is known of a length once single calls have read one more prompt of it.
+
+    Args:
+        asked: what was known.
+        part, prompt, logits: what the calls have read, and what they gave.
+        layers: of the cache that holds the prompt.
+        length: that the prompt is filled up to.
+        program: makes the calls for so many tokens, or None.
+    """
+    batch = len(prompt.tokens)
+    asked = replace(asked, count=asked.count + 1)
+    if asked.is_declined or asked.count < FIRST_CAPTURED:
+        return asked
+    declined = replace(asked, is_declined=True)
+    if _bytes_of(layers, length) > MOST_BYTES or (calls := program()) is None:
+        return declined
+    try:
+        made = ShortPrompts(part, calls, batch, length, layers)
+        if not _agree(part, made.run(prompt), logits):
+            return declined
+        made.capture()
+    except compat.OUT_OF_MEMORY:  # there may be more next time
+        return Asked()
+    except (Unfit, RuntimeError):
+        return declined
+    return made

@@ -1,0 +1,156 @@
+"""Short prompts, which a graph of a longer prompt reads; on the CPU the graph's calls are made one by one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from causal_lm_types import small_model
+from models import SHORT, counting, fresh, left_padded, prompt
+from parity import both
+from torch import nn
+
+import hf_fastpath
+from hf_fastpath import FastpathCache
+from hf_fastpath.compat import CACHE
+from hf_fastpath.decode.loops import short_prompts
+from hf_fastpath.decode.run import graph
+
+
+class _OneByOne:
+    """Stands for a graph where there are none."""
+
+    def __init__(self, run, device):
+        self.replay = run
+
+
+class Readers:
+    """Lengths that graphs were made for, and numbers of tokens of the prompts that graphs have read."""
+
+    def __init__(self, monkeypatch, device):
+        self.made: list[int] = []
+        self.read: list[int] = []
+        made, run = short_prompts.ShortPrompts.capture, short_prompts.ShortPrompts.run
+
+        def capture(reader):
+            self.made.append(reader._length)
+            made(reader)
+
+        def noted(reader, prompt):
+            if reader._graph is not None:
+                self.read.append(prompt.tokens.shape[1])
+            return run(reader, prompt)
+
+        monkeypatch.setattr(short_prompts.ShortPrompts, "capture", capture)
+        monkeypatch.setattr(short_prompts.ShortPrompts, "run", noted)
+        if device.type == "cpu":
+            monkeypatch.setattr(short_prompts, "DEVICES", {"cpu"})
+            monkeypatch.setattr(graph, "capture", _OneByOne)
+
+
+@pytest.fixture
+def readers(monkeypatch, device) -> Readers:
+    return Readers(monkeypatch, device)
+
+
+def _same(stock, ours, ids, **options):
+    ids = ids % stock.config.vocab_size
+    found, expected = both(stock, ours, input_ids=ids, **SHORT, **options)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("architecture", ("gpt2", "llama", "gpt_neox", "olmo2", "opt", "phi3", "falcon"))
+def test_tokens_equal(architecture, device, readers):
+    stock, ours = fresh(architecture, device)
+    for seed, length in enumerate((30, 32, 2, 25, 60, 64, 33, 31)):
+        with counting(ours) as counts:
+            _same(stock, ours, prompt(device, 1, length, seed=seed))
+        assert not counts.reasons
+    assert readers.made == [32, 64] and readers.read == [2, 25, 33, 31]
+
+
+@pytest.mark.parametrize("name", ("glm4", "helium", "minicpm3", "persimmon", "xglm"))
+def test_recorded_models(name, device, readers):
+    stock = small_model(name).to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for seed, length in enumerate((30, 32, 20, 21, 9)):
+        _same(stock, ours, prompt(device, 1, length, seed=seed))
+    assert readers.made == [32] and readers.read == [21, 9]
+
+
+def test_several_sequences(device, readers):
+    stock, ours = fresh("llama", device)
+    for seed in range(4):
+        _same(stock, ours, prompt(device, 3, 40 - seed, seed=seed))
+    assert readers.made == [64] and readers.read == [38, 37]
+
+
+def test_padding_and_turns_are_left_to_single_calls(device, readers):
+    stock, ours = fresh("llama", device)
+    for _ in range(3):
+        found, expected = both(stock, ours, **left_padded(device, 2, 30), **SHORT)
+        assert torch.equal(found, expected)
+    assert not readers.made
+    for seed in range(3):  # the second prompt is read by a graph, and the turn behind it is not
+        texts = []
+        for model in (stock, ours):
+            cache = FastpathCache(model.config) if model is ours else None
+            given = {} if cache is None else {CACHE: cache}
+            first = model.generate(prompt(device, 1, 40, seed=seed), return_dict_in_generate=True, **SHORT, **given)
+            whole = torch.cat((first.sequences, prompt(device, 1, 21, seed=seed + 9)), dim=1)
+            texts.append(model.generate(whole, **{CACHE: getattr(first, CACHE)}, **SHORT))
+        assert torch.equal(*texts)
+    assert readers.made == [64] and readers.read == [40]
+
+
+def test_learned_positions_up_to_the_last(device, readers):
+    """What fills a prompt up has no positions of its own."""
+    stock, ours = fresh("gpt2", device, n_positions=40)
+    for seed in range(4):
+        ids = prompt(device, 1, 36, seed=seed)
+        found, expected = both(stock, ours, input_ids=ids, max_new_tokens=4, do_sample=False)
+        assert torch.equal(found, expected)
+    assert readers.read == [36, 36]
+
+
+def test_weights_that_were_changed_and_moved(device, readers):
+    stock, ours = fresh("llama", device)
+    for seed in range(3):
+        _same(stock, ours, prompt(device, 1, 30, seed=seed))
+    with torch.no_grad():
+        for model in (stock, ours):
+            model.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
+    _same(stock, ours, prompt(device, 1, 30, seed=7))
+    assert readers.read == [30, 30]
+    for model in (stock, ours):
+        model.model.layers[0].mlp.up_proj.weight = nn.Parameter(model.model.layers[0].mlp.up_proj.weight.flip(0))
+    for seed in range(3):
+        _same(stock, ours, prompt(device, 1, 30, seed=seed))
+    assert readers.made == [32, 32] and readers.read == [30] * 3
+
+
+def test_a_model_that_is_not_causal_keeps_single_calls(device, readers, monkeypatch):
+    """Of a recorded model nobody knows whether tokens behind others change what these give."""
+    stock = small_model("glm4").to(device)
+
+    class Forward(type(stock.model.norm)):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states + hidden_states.mean(dim=1, keepdim=True))
+
+    stock.model.norm.__class__ = Forward
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    compared = []
+    agree = short_prompts._agree
+    monkeypatch.setattr(short_prompts, "_agree", lambda *given: compared.append(agree(*given)) or compared[-1])
+    for seed in range(5):
+        _same(stock, ours, prompt(device, 1, 30, seed=seed))
+    assert not readers.made and compared == [False]
+
+
+def test_memory_that_is_short(device, readers, monkeypatch):
+    stock, ours = fresh("llama", device)
+    monkeypatch.setattr(short_prompts, "MOST_BYTES", 1)
+    for seed in range(3):
+        _same(stock, ours, prompt(device, 1, 30, seed=seed))
+    assert not readers.made
