@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -54,15 +55,27 @@ def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _sums(storage: torch.UntypedStorage, device: torch.device) -> list[torch.Tensor]:
-    """Return int64 sums of blocks of a storage, in order."""
-    data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
-    words = data[: len(data) // 8 * 8].view(torch.int64)
-    blocks = words[: len(words) // _BLOCK * _BLOCK].view(-1, _BLOCK)
-    behind = words[blocks.numel() :]
-    found = [behind, data[len(words) * 8 :].long()]
-    if len(blocks):
-        found += [blocks.sum(1), blocks[::_BLOCKS].sum(0)]
+    """Return int64 sums of blocks of a storage, in order. Few views are made: on a GPU, each takes the host as long as
+    the device takes for some megabytes."""
+    size = storage.nbytes()
+    blocks, found = size // (8 * _BLOCK), []
+    if blocks:
+        words = _view(storage, torch.int64, 0, (blocks, _BLOCK), device)
+        found = [words.sum(1), words[::_BLOCKS].sum(0)]
+    if behind := size // 8 - blocks * _BLOCK:
+        found.append(_view(storage, torch.int64, blocks * _BLOCK, (behind,), device))
+    if single := size % 8:
+        found.append(_view(storage, torch.uint8, size - single, (single,), device).long())
     return found
+
+
+def _view(
+    storage: torch.UntypedStorage, dtype: torch.dtype, first: int, shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    """Return a tensor over a storage, which begins at the element ``first``."""
+    empty: Any = torch.empty(0, dtype=dtype, device=device)
+    made: torch.Tensor = empty.set_(storage, first, shape)
+    return made
 
 
 def _total(sums: torch.Tensor) -> torch.Tensor:
