@@ -27,7 +27,7 @@ from ..compat import (
     text_name,
     token_shape,
 )
-from ..decode.loops.patched import STATE_KEY, Patched, paused
+from ..decode.loops.patched import STATE_KEY, Patched, compared, paused
 from ..decode.plans.encoded import Encoded, seen
 from ..ops.gemv import MAX_ROWS
 from ..progress import counted
@@ -195,7 +195,8 @@ def decode_logits(
         text = {text_name(model, "input_ids"): input_ids[:, begin:end]}
         return model(**text, **{CACHE: cache}, use_cache=True, **padding).logits[:, -1]
 
-    rows = [forward(0, prefill)]
+    with compared(model) if fast else nullcontext():
+        rows = [forward(0, prefill)]
     if by_plan:
         part = state.plans.part_of(model)
         plan = state.plans.decode_plan(part, input_ids.shape[0], text_cache(cache))
@@ -208,7 +209,8 @@ def decode_logits(
         rows += [plan.step(input_ids[:, position]).clone() for position in range(prefill, input_ids.shape[1])]
         plan.end()
     else:
-        rows += [forward(position, position + 1) for position in range(prefill, input_ids.shape[1])]
+        with compared(model) if fast else nullcontext():
+            rows += [forward(position, position + 1) for position in range(prefill, input_ids.shape[1])]
     return torch.stack(rows, dim=1)
 
 

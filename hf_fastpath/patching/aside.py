@@ -27,6 +27,7 @@ class Aside:
         self._lock = threading.Lock()
         self._count = 0
         self._out: list[tuple[nn.Module, str, Any]] = []
+        self._is_small: bool | None = None  # found once
 
     @contextmanager
     def __call__(self, model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -35,7 +36,7 @@ class Aside:
         Args:
             device: of the call's tokens.
         """
-        if not self._ledger.num_forwards or not self._is_slower(model, device):
+        if not self._ledger.num_forwards or not self.is_slower(model, device):
             yield
             return
         with self._lock:
@@ -59,8 +60,11 @@ class Aside:
         out, self._out = self._out, []
         self._ledger.put_forwards_back(out)
 
-    def _is_slower(self, model: nn.Module, device: torch.device) -> bool:
-        """Whether stock's forwards in stock's loop are faster than ours: always on a GPU, which waits for the host."""
+    def is_slower(self, model: nn.Module, device: torch.device) -> bool:
+        """Whether our forwards of modules are slower than stock's: always on a GPU, which waits for the host."""
         if device.type != "cpu":
             return True
-        return sum(each.nbytes for each in model.parameters()) < LEAST_BYTES * self._ledger.num_forwards
+        if self._is_small is None:
+            weights = sum(each.nbytes for each in model.parameters())
+            self._is_small = weights < LEAST_BYTES * self._ledger.num_forwards
+        return self._is_small

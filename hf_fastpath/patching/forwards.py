@@ -21,6 +21,7 @@ from ..choices import Activation, Approximation
 from ..compat import (
     below_autograd,
     cache_of,
+    is_continuous_batch,
     is_sharded,
     order_offloading,
     outputs_are_captured,
@@ -39,7 +40,7 @@ from ..decode.model.parts import MLPPart, MoEPart
 from ..decode.model.structure import full_angles
 from ..decode.sources import steps
 from ..ops.kv_cache import KVCache
-from ..reasons import Cause
+from ..reasons import Cause, class_name
 from .module_patch import CAPTURED, KEY, ModulePatch, stock
 from .over_cache import ByDesign, ForwardCall, is_few
 
@@ -49,8 +50,14 @@ def _at_once(x: torch.Tensor, attention: Attention | None = None) -> Lower:
     return Lower(run, x.numel() // max(1, x.shape[-1]), attention=attention)
 
 
+def _patch_of(module: nn.Module) -> ModulePatch | None:
+    """Return a module's patch; None if stock code is to run and nothing is to be counted."""
+    patch: ModulePatch | None = vars(module).get(KEY)
+    return None if patch is None or patch.state.texts.by_stock else patch
+
+
 def norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    patch: ModulePatch | None = vars(self).get(KEY)
+    patch = _patch_of(self)
     if patch is None:
         return stock(self, None, hidden_states)
     reason = patch.reason_now(hidden_states) or patch.parameters_reason(hidden_states) or patch.part.eps_reason()
@@ -83,7 +90,7 @@ def _mixture(patch: ModulePatch, part: MoEPart, hidden_states: torch.Tensor) -> 
 
 
 def mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    patch: ModulePatch | None = vars(self).get(KEY)
+    patch = _patch_of(self)
     if patch is None:
         return stock(self, None, hidden_states)
     if isinstance(patch.part, MoEPart):
@@ -168,7 +175,7 @@ def _stock_over_cache(patch: ModulePatch, reason: str | None, x: torch.Tensor, a
 
 
 def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    patch: ModulePatch | None = vars(self).get(KEY)
+    patch = _patch_of(self)
     if patch is None:
         return stock(self, None, hidden_states, *args, **kwargs)
     found = _over_cache(patch, patch.part, hidden_states, args, kwargs)
@@ -180,7 +187,7 @@ def attention(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs
 
 
 def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    patch: ModulePatch | None = vars(self).get(KEY)
+    patch = _patch_of(self)
     if patch is None:
         return stock(self, None, hidden_states, *args, **kwargs)
     part: LayerPart = patch.part
@@ -195,7 +202,7 @@ def layer(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: An
 
 def head(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """Make the logits of a model that the decode loop serves. On a GPU stock code does it: cuBLAS is as fast."""
-    patch: ModulePatch | None = vars(self).get(KEY)
+    patch = _patch_of(self)
     x = hidden_states
     if patch is None or x.device.type != "cpu" or x.numel() == 0:
         return stock(self, None, x)
@@ -213,15 +220,39 @@ def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not state.has_trained and torch.is_grad_enabled():
         state.has_trained = any(each.requires_grad for each in self.parameters())
     cache = cache_of(dict(zip(patch.argument_names, args[1:]), **kwargs), None)
-    before = texts.aside, texts.over_cache
-    function = replaced_function(self)
-    texts.aside = None if function is None else Cause("replaced_function", function)
+    before = texts.aside, texts.over_cache, texts.by_stock
     texts.over_cache = isinstance(cache, FastpathCache)
+    texts.by_stock = _is_faster_by_stock(patch, cache, args, kwargs)
+    function = None if texts.by_stock else replaced_function(self)
+    texts.aside = None if function is None else Cause("replaced_function", function)
     try:
         with cache.kept() if texts.over_cache else nullcontext():
             return type(self).forward(self, *args, **kwargs)
     finally:
-        texts.aside, texts.over_cache = before
+        texts.aside, texts.over_cache, texts.by_stock = before
+
+
+def _is_faster_by_stock(patch: ModulePatch, cache: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a forward over a cache of another class runs stock code in all modules, which is then faster. Its reason
+    is counted here, once.
+
+    Raises:
+        FallbackError: the model was patched with ``strict=True``.
+    """
+    state, model = patch.state, patch.state.model
+    if cache is None or isinstance(cache, FastpathCache) or model is None or torch.is_grad_enabled():
+        return False
+    if state.is_compared or is_continuous_batch(kwargs):
+        return False
+    given = args[0] if args else kwargs.get("input_ids")
+    given = kwargs.get("inputs_embeds") if given is None else given
+    if not isinstance(given, torch.Tensor) or given.dim() < 2 or not state.aside.is_slower(model, given.device):
+        return False
+    if given.shape[1] == 1 and state.enabled and not state.stats.is_left_to_stock:
+        length = cache.get_seq_length()
+        if not isinstance(length, int) or length > 0:  # the length of a static cache lies on the device
+            state.fall_back(Cause("other_cache", class_name(cache)))
+    return True
 
 
 #: kind of a binding -> the forward that replaces stock's

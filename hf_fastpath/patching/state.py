@@ -42,10 +42,12 @@ class Texts(threading.local):
     Attributes:
         aside: why all modules run stock code, or None.
         over_cache: whether the decoder was given a FastpathCache.
+        by_stock: all modules run stock code, and the reason is counted.
     """
 
     aside: str | None = None
     over_cache = False
+    by_stock = False
 
 
 @dataclass(eq=False)
@@ -59,7 +61,8 @@ class PatchState:
         plans: decode plans and programs.
         own_loops: the plans of loops that call the model's forward for every token.
         stats: what has happened since.
-        enabled: False while ``verify`` compares with stock code.
+        enabled: False while ``verify`` runs stock code.
+        is_compared: while ``verify`` runs patched modules, these run forwards of ours even where stock's are faster.
         huge_pages: what moves the weights in host memory into pages of 2 MB, or None.
         lost: why ``unpatch()`` cannot bring the model's own weights back, or None.
         door: the lock that calls of ``generate()`` pass; patch() and unpatch() hold it while they change the model.
@@ -78,6 +81,7 @@ class PatchState:
     own_loops: OwnLoops = field(default_factory=OwnLoops)
     stats: Stats = field(default_factory=Stats)
     enabled: bool = True
+    is_compared: bool = False
     huge_pages: Move | None = None
     lost: str | None = None
     door: Any = field(default_factory=threading.RLock)

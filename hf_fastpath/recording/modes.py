@@ -29,10 +29,10 @@ _aten = torch.ops.aten
 _NOTHING = frozenset(
     {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, torch.ops.prim.device.default}
 )
-#: calls that look at no number of a tensor that they may be given -> what they fill another with; None for an argument
+#: calls that look at no number of the tensor that they are given -> what they fill another with; None for an argument
 _FILLED = {
-    **dict.fromkeys((_aten.zeros_like.default, _aten.new_zeros.default, _aten.zeros.default), 0),
-    **dict.fromkeys((_aten.ones_like.default, _aten.new_ones.default, _aten.ones.default), 1),
+    **dict.fromkeys((_aten.zeros_like.default, _aten.new_zeros.default), 0),
+    **dict.fromkeys((_aten.ones_like.default, _aten.new_ones.default), 1),
     **dict.fromkeys((_aten.full_like.default, _aten.new_full.default), None),
 }
 #: calls with a number -> the same with a tensor, of a number that is made of the text's length

@@ -26,7 +26,8 @@ class Patched(Protocol):
         plans: decode plans and programs made so far.
         stats: what has happened.
         prefixes: what is kept of texts (:class:`.prefixes.Prefixes`), or None.
-        enabled: False while ``verify`` compares with stock code.
+        enabled: False while ``verify`` runs stock code.
+        is_compared: while ``verify`` runs patched modules, these run forwards of ours even where stock's are faster.
     """
 
     options: Options
@@ -34,6 +35,7 @@ class Patched(Protocol):
     stats: Stats
     prefixes: Any
     enabled: bool
+    is_compared: bool
 
     @property
     def model(self) -> nn.Module | None:
@@ -84,3 +86,14 @@ def paused(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         if state is not None:
             state.enabled = was_enabled
+
+
+@contextmanager
+def compared(model: nn.Module) -> Iterator[None]:
+    """Let a patched model's modules run our forwards for the length of a ``with`` block, faster or not."""
+    state: Patched = vars(model)[STATE_KEY]
+    was_compared, state.is_compared = state.is_compared, True
+    try:
+        yield
+    finally:
+        state.is_compared = was_compared
