@@ -205,6 +205,6 @@ def test_nothing_is_left_in_memory(device):
         ours.generate(ids, attention_mask=torch.ones_like(ids), **SHORT)
         assert not any(type(each) is prompts.Attention for each in gc.get_objects())
         programs = vars(ours)["_hf_fastpath"].plans.snapshot.prompt_programs.values()
-        assert programs and not any(value is not None for each in programs for value in each._program.values)
+        assert programs and not any(value is not None for each in programs for value in each.program.values)
     finally:
         gc.enable()

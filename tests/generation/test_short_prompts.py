@@ -148,6 +148,17 @@ def test_a_model_that_is_not_causal_keeps_single_calls(device, readers, monkeypa
     assert not readers.made and compared == [False]
 
 
+@pytest.mark.parametrize("options", ({"page_size": 16}, {"kv_dtype": torch.int8}), ids=("pages", "int8"))
+def test_caches_of_other_forms_keep_single_calls(options, device, readers):
+    stock, _ = fresh("llama", device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, **options)
+    for seed in range(3):
+        with counting(ours) as counts:
+            ours.generate(prompt(device, 1, 30, seed=seed), **SHORT)
+        assert counts.fast and not counts.reasons
+    assert not readers.made
+
+
 def test_memory_that_is_short(device, readers, monkeypatch):
     stock, ours = fresh("llama", device)
     monkeypatch.setattr(short_prompts, "MOST_BYTES", 1)

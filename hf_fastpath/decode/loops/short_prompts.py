@@ -15,6 +15,7 @@ import torch
 
 from ... import compat
 from ...cache.fastpath_cache import FastpathCache
+from ...cache.layer import FastpathLayer
 from ...ops.kv_cache import KVCache
 from ..calls.named_calls import Call, registers_in
 from ..lower.attend import Attention
@@ -118,7 +119,7 @@ class ShortPrompts:
         to, held = [], []
         for layer, memory in zip(cache.layers, self._memory):
             if memory.k is not None:
-                to += [layer.k_buffer, layer.v_buffer]
+                to += _buffers_of(layer)
                 held += [memory.k, memory.v]
         torch._foreach_copy_([each[:, :, :count] for each in to], [each[:, :, :count] for each in held])
 
@@ -158,18 +159,34 @@ class ShortPrompts:
 
 
 def _memory_of(layer: Any, length: int) -> KVCache:
-    """Return memory for keys and values like those of a layer of a cache."""
-    if getattr(layer, "k_buffer", None) is None:
+    """Return memory for keys and values like those of a layer of a cache.
+
+    Raises:
+        Unfit: the layer keeps more than these.
+    """
+    if not (buffers := _buffers_of(layer)):
         return KVCache(None, None)
-    if layer.kv_cache().names() != ("k", "v"):
+    k, v = (each.new_empty(*each.shape[:2], length, *each.shape[3:]) for each in buffers)
+    return KVCache(k, v)
+
+
+def _buffers_of(layer: Any) -> list[torch.Tensor]:
+    """Return the buffers for keys and values that a layer of a cache has; none if it keeps states alone.
+
+    Raises:
+        Unfit: it has scales or pages.
+    """
+    if not isinstance(layer, FastpathLayer):
+        return []
+    held = layer.kv_cache()
+    if held.names() != ("k", "v"):
         raise Unfit("a cache with scales or pages")
-    shapes = [(*each.shape[:2], length, *each.shape[3:]) for each in layer.buffers]
-    return KVCache(*(each.new_empty(shape) for each, shape in zip(layer.buffers, shapes)))
+    return [held.k, held.v]
 
 
-def _bytes_of(like: Sequence[Any], length: int) -> int:
+def _bytes_of(layers: Sequence[Any], length: int) -> int:
     """Return how much memory keys and values of ``length`` tokens take in layers of a cache."""
-    buffers = [each for layer in like if getattr(layer, "k_buffer", None) is not None for each in layer.buffers]
+    buffers = [each for layer in layers for each in _buffers_of(layer)]
     return sum(each[:, :, :1].numel() * each.element_size() * length for each in buffers)
 
 
@@ -228,9 +245,9 @@ def after(
     if asked.is_declined or asked.count < FIRST_CAPTURED:
         return asked
     declined = replace(asked, is_declined=True)
-    if _bytes_of(layers, length) > MOST_BYTES or (calls := program()) is None:
-        return declined
     try:
+        if _bytes_of(layers, length) > MOST_BYTES or (calls := program()) is None:
+            return declined
         made = ShortPrompts(part, calls, batch, length, layers)
         if not _agree(part, made.run(prompt), logits):
             return declined
