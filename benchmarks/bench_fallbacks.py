@@ -88,7 +88,14 @@ def rows_of(name: str, size: str, rounds: int, dtype: str, device: torch.device)
         least = {which: min(each) for which, each in times.items()}
         found = {f"{which}_ms": round(each, 3) for which, each in least.items()}
         rows.append(
-            {"model": name, "size": size, "dtype": dtype, "way": way, **found, "speed": round(least["stock"] / least["ours"], 3)}
+            {
+                "model": name,
+                "size": size,
+                "dtype": dtype,
+                "way": way,
+                **found,
+                "speed": round(least["stock"] / least["ours"], 3),
+            }
         )
     return rows
 
