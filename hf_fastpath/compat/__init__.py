@@ -16,6 +16,7 @@ from .caches import (
     cache_name,
     cache_of,
     is_continuous_batch,
+    is_offloading,
     layer_kind,
     layer_kinds,
     layer_windows,

@@ -146,13 +146,18 @@ def prefetch_waits() -> bool:
     return _PREFETCH_WAITS
 
 
+def is_offloading(cache: Any) -> bool:
+    """Whether a cache keeps layers in host memory, and brings each back to the GPU before it is read."""
+    return bool(getattr(cache, "offloading", False))
+
+
 def order_offloading(cache: Any, device: torch.device) -> None:
     """Make copies that an offloading ``cache`` will start to the GPU wait for all that was started there so far.
 
     Without that, and without :func:`prefetch_waits`, a fast model would read layers that have not reached the host yet.
     Other caches are left alone.
     """
-    if getattr(cache, "offloading", False):
+    if is_offloading(cache):
         cache.prefetch_stream.wait_stream(torch.cuda.default_stream(device))
 
 

@@ -27,7 +27,7 @@ class Aside:
         self._lock = threading.Lock()
         self._count = 0
         self._out: list[tuple[nn.Module, str, Any]] = []
-        self._is_small: bool | None = None  # found once
+        self._bytes: float | None = None  # of a module's weights, when they were first asked for
 
     @contextmanager
     def __call__(self, model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -64,7 +64,7 @@ class Aside:
         """Whether our forwards of modules are slower than stock's: always on a GPU, which waits for the host."""
         if device.type != "cpu":
             return True
-        if self._is_small is None:
+        if self._bytes is None:
             weights = sum(each.nbytes for each in model.parameters())
-            self._is_small = weights < LEAST_BYTES * self._ledger.num_forwards
-        return self._is_small
+            self._bytes = weights / max(1, self._ledger.num_forwards)
+        return self._bytes < LEAST_BYTES

@@ -22,6 +22,7 @@ from ..compat import (
     below_autograd,
     cache_of,
     is_continuous_batch,
+    is_offloading,
     is_sharded,
     order_offloading,
     outputs_are_captured,
@@ -242,7 +243,8 @@ def _is_faster_by_stock(patch: ModulePatch, cache: Any, args: tuple, kwargs: dic
     state, model = patch.state, patch.state.model
     if cache is None or isinstance(cache, FastpathCache) or model is None or torch.is_grad_enabled():
         return False
-    if state.is_compared or is_continuous_batch(kwargs):
+    # modules are compared, or their forwards have more to do than to compute
+    if state.is_compared or is_continuous_batch(kwargs) or is_offloading(cache):
         return False
     given = args[0] if args else kwargs.get("input_ids")
     given = kwargs.get("inputs_embeds") if given is None else given
