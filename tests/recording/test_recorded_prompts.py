@@ -316,7 +316,7 @@ def test_a_prompt_takes_no_more_memory_than_stocks(monkeypatch):
     programs = state_of(ours).plans.prompt_programs_of(part)
     assert programs
     for program in programs.values():
-        assert not any(isinstance(each, torch.Tensor) for each in program._program.values)
+        assert not any(isinstance(each, torch.Tensor) for each in program.program.values)
 
 
 def test_threads_whose_prompts_are_recorded(monkeypatch):

@@ -7,7 +7,7 @@ many (:mod:`..lower.many_rows`): matrix products of PyTorch's libraries, and PyT
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,25 +15,17 @@ import torch
 
 from ... import compat
 from ...cache.fastpath_cache import FastpathCache
-from ...cache.layer import FastpathLayer
-from ...cache.states import StateLayer
 from ...native.heap import reading_prompt
 from ...ops.decode_attention import MAX_QUERY_LEN
 from ...ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS
-from ...ops.kv_cache import KVCache
-from ..calls.named_calls import Register
-from ..lower.attend import Attention
-from ..lower.positions import Positions
-from ..lower.which_op import Lower
-from ..placed.fetch import program_of
 from ..plans.angles import angles_at, has_angles
 from ..plans.draft_plan import DraftPlan, DraftReader, moves_windows
 from ..plans.plan_cache import PlanCache
-from ..sources.prompts import PromptInputs
 from ..sources.step_source import StepSource
 from . import multimodal, short_prompts
 from .generate_calls import position_ids_of
 from .prefixes import PrefixCall, Prefixes
+from .prompt_program import Prompt, PromptProgram, keys_and_values, states_of
 
 _aten = torch.ops.aten
 
@@ -42,27 +34,6 @@ _CAPTURES = frozenset({"cuda"})
 #: programs kept for one model; there is one for each size of prompt that kernels for a few rows take, and one for each
 #: length of ``short_prompts``
 MAX_PROGRAMS = 32
-
-
-@dataclass
-class Prompt:
-    """New tokens that follow what a cache holds.
-
-    Attributes:
-        tokens: int64 [batch, query_len].
-        positions: int64 [batch or 1, query_len], their position ids.
-        starts: int64 [batch], left padding of each row, or None for none.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    starts: torch.Tensor | None
-
-    def chunks(self, size: int | None) -> Iterator[Prompt]:
-        """Yield the tokens in chunks of ``size``, or all at once."""
-        size = size or max(1, self.tokens.shape[1])
-        for tokens, positions in zip(self.tokens.split(size, dim=1), self.positions.split(size, dim=1)):
-            yield Prompt(tokens, positions, self.starts)
 
 
 def repeats(tokens: torch.Tensor, count: int | None, cache: FastpathCache) -> int:
@@ -88,15 +59,6 @@ def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
     return set(batches) == {batch}
 
 
-def _keys_and_values(layer: Any) -> KVCache:
-    """Return where a layer of a cache keeps keys and values; nowhere if it keeps states alone."""
-    return layer.kv_cache() if isinstance(layer, FastpathLayer) else KVCache(None, None)
-
-
-def _states(layer: Any) -> list[torch.Tensor]:
-    return layer.states if isinstance(layer, StateLayer) else []
-
-
 def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt, size: int | None = None) -> bool:
     """Whether :func:`read` can take the prompt, in chunks of ``size``; else stock code has to."""
     if not _continues(cache, prompt):
@@ -112,100 +74,6 @@ def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt, size: in
 def _form(part: StepSource, prompt: Prompt, past: int) -> Any:
     batch, query_len = prompt.tokens.shape
     return part.prompts.form(prompt.tokens.device, (batch, query_len), past, prompt.starts is not None)
-
-
-class PromptProgram:
-    """The calls that run a model over a prompt, recorded without a prompt.
-
-    Args:
-        part: the model.
-        form: see ``Prompts.form``.
-        at_once: ops for a few rows take all tokens of the prompt.
-        rows: tokens of all sequences; the number does not matter if it is more than kernels for a few rows take.
-        batch: sequences.
-        has_padding: whether rows begin with padding.
-        caches: names of the buffers of each layer's cache.
-        states: number of states of each layer.
-    """
-
-    def __init__(
-        self,
-        part: StepSource,
-        form: Any,
-        at_once: bool,
-        rows: int,
-        batch: int,
-        has_padding: bool,
-        caches: tuple[tuple[str, ...], ...],
-        states: tuple[int, ...],
-    ):
-        self.program = program_of(part, part.embedding.weight.device)
-        emit = self.program.emit
-        register = self.program.register
-        self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))
-        self._starts = register() if has_padding else None
-        buffers: list[dict[str, Any]] = [{name: register() for name in names} for names in caches]
-        self._caches = [KVCache(**each) if each else KVCache(None, None) for each in buffers]
-        self._states = [[register() for _ in range(count)] for count in states]
-        self._angles = {kind: (register(), register()) for kind in (part.rope_kinds if has_angles(part) else ())}
-        self._sizes: dict[Callable[[int], Any], Register] = {}
-        to = Lower(emit, rows, many=not at_once, attention=None if at_once else self._attention)
-        at = Positions(self._angles, self._lengths, self._starts)
-        memory = self._caches, self._states
-        given = PromptInputs(form, batch, self._tokens, self._positions, *memory, at, self._size)
-        logits = part.prompts.record(self.program, to, Lower(emit, batch), given)
-        emit(_aten.select.int, logits, 1, 0)
-
-    def _size(self, formula: Callable[[int], Any]) -> Register:
-        """Return a register that holds what ``formula`` makes of the number of new tokens."""
-        if formula not in self._sizes:
-            self._sizes[formula] = self.program.register()
-        return self._sizes[formula]
-
-    def run(
-        self,
-        prompt: Prompt,
-        past: int,
-        lengths: torch.Tensor,
-        starts: torch.Tensor | None,
-        cache: FastpathCache,
-        angles: dict,
-    ) -> torch.Tensor:
-        """Append the prompt to a cache; return [batch, vocab_size] logits of the token that follows.
-
-        Args:
-            prompt: the tokens.
-            past: tokens that a row of the cache holds before the prompt.
-            lengths: int32 [batch], tokens that the cache holds with the prompt.
-            starts: int32 [batch], left padding of each row, or None for none.
-            cache: with room for the prompt.
-            angles: see ``Positions``.
-        """
-        batch, query_len = prompt.tokens.shape
-        attention = Attention(query_len, past + query_len, lengths, starts)
-        given = self.given(prompt.tokens, prompt.positions.expand(batch, -1), lengths, attention)
-        if self._starts is not None:
-            given.append((self._starts, starts))
-        given += self.of_memory(map(_keys_and_values, cache.layers), angles)
-        for registers, layer in zip(self._states, cache.layers):
-            given += zip(registers, _states(layer))
-        return self.program.run_once(given)
-
-    def given(
-        self, tokens: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, attention: Attention
-    ) -> list[tuple[Any, Any]]:
-        """Return pairs of a register and its value, for tokens and positions [batch, query_len] and what goes with
-        these."""
-        found = [(self._tokens, tokens), (self._positions, positions), (self._lengths, lengths)]
-        sizes = [(register, formula(tokens.shape[1])) for formula, register in self._sizes.items()]
-        return [*found, (self._attention, attention), *sizes]
-
-    def of_memory(self, caches: Iterable[KVCache], angles: dict) -> list[tuple[Any, Any]]:
-        """Do as :meth:`given` for keys and values of each layer and tables of angles."""
-        found: list[tuple[Any, Any]] = list(zip(self._caches, caches))
-        for kind in angles:
-            found += zip(self._angles[kind], angles[kind])
-        return found
 
 
 def _program_of(part: StepSource, form: Any, batch: int, length: int, memory: tuple) -> PromptProgram | None:
@@ -240,7 +108,7 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
     # a few tokens of a conversation take one pass over the weights, as one token does
     at_once = device.type == "cpu" and rows <= MAX_ROWS
     layers = cache.layers[: len(part.layers)]
-    memory = tuple(_keys_and_values(each).names() for each in layers), tuple(len(_states(each)) for each in layers)
+    memory = tuple(keys_and_values(each).names() for each in layers), tuple(len(states_of(each)) for each in layers)
     how = at_once, min(rows, MAX_WGMMA_ROWS + 1), batch, starts is not None, *memory
     length = short_prompts.length_of(part, prompt, past)
     short = programs.pop((of_short := (id(form), batch, length, *memory)), short_prompts.Asked()) if length else None

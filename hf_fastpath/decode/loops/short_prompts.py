@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,9 +22,7 @@ from ..lower.attend import Attention
 from ..plans.angles import angles_at, has_angles
 from ..run import graph
 from ..sources.step_source import StepSource
-
-if TYPE_CHECKING:
-    from .prompt import Prompt, PromptProgram
+from .prompt_program import Prompt, PromptProgram
 
 _aten = torch.ops.aten
 
