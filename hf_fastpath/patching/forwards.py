@@ -205,7 +205,7 @@ def head(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """Make the logits of a model that the decode loop serves. On a GPU stock code does it: cuBLAS is as fast."""
     patch = _patch_of(self)
     x = hidden_states
-    if patch is None or x.device.type != "cpu" or x.numel() == 0:
+    if patch is None or x.device.type != "cpu" or x.numel() == 0 or patch.state.texts.was_by_stock:
         return stock(self, None, x)
     if patch.reason_now(x) or replaced_function(self) or patch.part.reason() or patch.parameters_reason(x):
         return stock(self, None, x)  # only the product is lost, in a forward that counts its own reasons
@@ -230,6 +230,7 @@ def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with cache.kept() if texts.over_cache else nullcontext():
             return type(self).forward(self, *args, **kwargs)
     finally:
+        texts.was_by_stock = texts.by_stock
         texts.aside, texts.over_cache, texts.by_stock = before
 
 

@@ -43,11 +43,13 @@ class Texts(threading.local):
         aside: why all modules run stock code, or None.
         over_cache: whether the decoder was given a FastpathCache.
         by_stock: all modules run stock code, and the reason is counted.
+        was_by_stock: so they did in the decoder that ran last, which is the one before a head.
     """
 
     aside: str | None = None
     over_cache = False
     by_stock = False
+    was_by_stock = False
 
 
 @dataclass(eq=False)
