@@ -165,3 +165,18 @@ def test_memory_that_is_short(device, readers, monkeypatch):
     for seed in range(3):
         _same(stock, ours, prompt(device, 1, 30, seed=seed))
     assert not readers.made
+
+
+def test_graphs_that_are_too_many(device, readers, monkeypatch):
+    """The one that was not used for longest goes, and comes back if it is asked for again."""
+    stock, ours = fresh("llama", device)
+    programs = []
+    lengths = (30, 30, 60, 60, 60, 30, 30, 30)
+    for seed, length in enumerate(lengths):
+        _same(stock, ours, prompt(device, 1, length, seed=seed))
+        programs = vars(ours)["_hf_fastpath"].plans.snapshot.prompt_programs.values()
+        graphs = [each for each in programs if isinstance(each, short_prompts.ShortPrompts)]
+        if graphs:
+            monkeypatch.setattr(short_prompts, "ALL_BYTES", max(each.num_bytes for each in graphs))
+        assert len(graphs) <= 1 or seed == 3
+    assert readers.made[0] == 32 and readers.made.count(32) == 2

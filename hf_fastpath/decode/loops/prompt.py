@@ -127,6 +127,7 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
         short = short_prompts.after(short, part, prompt, logits, layers, length, of_length)
     if short is not None:
         programs[of_short] = short
+        short_prompts.forget_oldest(programs)
     for oldest in list(programs)[:-MAX_PROGRAMS]:
         programs.pop(oldest, None)  # None: another thread may have taken it
     cache.advance(query_len)

@@ -32,6 +32,8 @@ DEVICES = frozenset({"cuda"})
 LENGTHS = 32, 64, 96, 128, 192, 256, 384, 512
 #: bytes of keys and values of a graph at most
 MOST_BYTES = 128 << 20
+#: the same of all graphs of a model together
+ALL_BYTES = 256 << 20
 #: which prompt of a length is captured; a capture takes as long as reading a few prompts
 FIRST_CAPTURED = 2
 
@@ -75,6 +77,9 @@ class ShortPrompts:
         length: tokens of a sequence.
         like: the layers of a cache that has room for a prompt.
 
+    Attributes:
+        num_bytes: of its keys and values.
+
     Raises:
         Unfit: the calls take more than the last token from the end.
     """
@@ -92,6 +97,7 @@ class ShortPrompts:
             self._memory = [_memory_of(layer, length) for layer in like]
             self._angles: dict[Any, tuple[torch.Tensor, ...]] = {}
         self._logits: torch.Tensor | None = None
+        self.num_bytes = _bytes_of(like, length)
         last = program.program.register()
         _take_from(program.program.calls, last)
         self._given = [(last, self._last)]
@@ -255,3 +261,13 @@ def after(
     except (Unfit, RuntimeError):
         return declined
     return made
+
+
+def forget_oldest(programs: dict[Any, Any]) -> None:
+    """Drop graphs that were not used for longest, until the keys and values of all others are ``ALL_BYTES`` at most."""
+    held = 0
+    for key, each in reversed(list(programs.items())):
+        if isinstance(each, ShortPrompts):
+            held += each.num_bytes
+            if held > ALL_BYTES:
+                programs.pop(key, None)  # None: another thread may have taken it
