@@ -242,7 +242,9 @@ def _is_faster_by_stock(patch: ModulePatch, cache: Any, args: tuple, kwargs: dic
         FallbackError: the model was patched with ``strict=True``.
     """
     state, model = patch.state, patch.state.model
-    if cache is None or isinstance(cache, FastpathCache) or model is None or torch.is_grad_enabled():
+    if cache is None or isinstance(cache, FastpathCache) or model is None:
+        return False
+    if torch.is_grad_enabled() or state.has_trained or model.training:  # by design stock code, which is not counted
         return False
     # modules are compared, or their forwards have more to do than to compute
     if state.is_compared or is_continuous_batch(kwargs) or is_offloading(cache):

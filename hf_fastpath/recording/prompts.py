@@ -24,7 +24,7 @@ from . import marks
 from .arguments import why_padding_matters
 from .looked_at import LookedAt
 from .lowering import Lowering
-from .proof import allowed_difference, prompts_agree
+from .proof import prompts_agree
 from .recorded_step import Recording
 from .text_lengths import Served
 from .whole_step import count_like, recorded_prompt, whole_prompt
@@ -199,10 +199,6 @@ class RecordedPrompts:
             if kind.states:
                 facts = map(recording.fact, recording.states[index])
                 cache.layers[index].begin(dict(zip(recording.state_places[index], facts, strict=True)), weight.device)
-
-    @property
-    def most_difference(self) -> float | None:
-        return allowed_difference(self._part)
 
     def record(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
         """Emit the calls of a prompt; return the register of the last token's logits."""

@@ -216,7 +216,7 @@ def _held(cache: FastpathCache, length: int) -> list[torch.Tensor]:
 
 def prompts_agree(part: Any, batch: int, begins: bool, served: Served) -> bool:
     """Whether a list of calls reads a prompt of so many sequences as the model's own forward does."""
-    return difference_of_prompt(part, batch, begins, served) <= allowed_difference(part)
+    return difference_of_prompt(part, batch, begins, served) <= _allowed(part)
 
 
 def own_difference(part: Any) -> float:
@@ -243,7 +243,7 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
     if part.verdict is None:
         try:
             found = difference(part, plans)
-            allowed = allowed_difference(part)
+            allowed = _allowed(part)
             if found > allowed and part.ranks is None:  # all ranks would have to run the model's forward
                 allowed = max(allowed, min(_TIMES * own_difference(part), _MOST_OF_NOISE))
         except compat.OUT_OF_MEMORY as error:  # no verdict: there may be more next time
@@ -258,7 +258,7 @@ def reason_against(part: Any, plans: PlanCache) -> Cause | None:
     return part.verdict[0]
 
 
-def allowed_difference(part: Any) -> float:
+def _allowed(part: Any) -> float:
     """Return the difference that the twin's own and the model's size allow."""
     dtype, width = part.embedding.weight.dtype, part.embedding.weight.shape[1]
     growth = max(1.0, len(part.layers) / _TWINS_LAYERS) ** 0.5  # so roundings of successive layers add up

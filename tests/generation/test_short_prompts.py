@@ -37,10 +37,10 @@ class Readers:
             self.made.append(reader._length)
             made(reader)
 
-        def noted(reader, prompt):
+        def noted(reader, prompt, *behind):
             if reader._graph is not None:
                 self.read.append(prompt.tokens.shape[1])
-            return run(reader, prompt)
+            return run(reader, prompt, *behind)
 
         monkeypatch.setattr(short_prompts.ShortPrompts, "capture", capture)
         monkeypatch.setattr(short_prompts.ShortPrompts, "run", noted)
@@ -130,8 +130,10 @@ def test_weights_that_were_changed_and_moved(device, readers):
     assert readers.made == [32, 32] and readers.read == [30] * 3
 
 
-def test_a_model_that_is_not_causal_keeps_single_calls(device, readers, monkeypatch):
-    """Of a recorded model nobody knows whether tokens behind others change what these give."""
+@pytest.mark.parametrize("length", (30, 32))
+def test_a_model_that_is_not_causal_keeps_single_calls(length, device, readers, monkeypatch):
+    """Of a recorded model nobody knows whether tokens behind others change what these give; also of a prompt that needs
+    no filling."""
     stock = small_model("glm4").to(device)
 
     class Forward(type(stock.model.norm)):
@@ -141,10 +143,11 @@ def test_a_model_that_is_not_causal_keeps_single_calls(device, readers, monkeypa
     stock.model.norm.__class__ = Forward
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     compared = []
-    agree = short_prompts._agree
-    monkeypatch.setattr(short_prompts, "_agree", lambda *given: compared.append(agree(*given)) or compared[-1])
+    hides = short_prompts.ShortPrompts.hides_what_is_behind
+    noted = lambda *given: compared.append(hides(*given)) or compared[-1]  # noqa: E731
+    monkeypatch.setattr(short_prompts.ShortPrompts, "hides_what_is_behind", noted)
     for seed in range(5):
-        _same(stock, ours, prompt(device, 1, 30, seed=seed))
+        _same(stock, ours, prompt(device, 1, length, seed=seed))
     assert not readers.made and compared == [False]
 
 

@@ -124,7 +124,7 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
         programs[key] = program
     if length is not None and isinstance(short, short_prompts.Asked):
         of_length = functools.partial(_program_of, part, form, batch, length, memory)
-        short = short_prompts.after(short, part, prompt, logits, layers, length, of_length)
+        short = short_prompts.after(short, part, prompt, layers, length, of_length)
     if short is not None:
         programs[of_short] = short
         short_prompts.forget_oldest(programs)

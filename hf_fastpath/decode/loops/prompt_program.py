@@ -102,6 +102,11 @@ class PromptProgram:
             self._sizes[formula] = self.program.register()
         return self._sizes[formula]
 
+    @property
+    def size_registers(self) -> set[int]:
+        """The registers of numbers that are made of the number of new tokens."""
+        return {register.index for register in self._sizes.values()}
+
     def run(
         self,
         prompt: Prompt,

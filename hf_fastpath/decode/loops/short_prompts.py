@@ -15,14 +15,13 @@ import torch
 
 from ... import compat
 from ...cache.fastpath_cache import FastpathCache
-from ...cache.layer import FastpathLayer
 from ...ops.kv_cache import KVCache
 from ..calls.named_calls import Call, registers_in
 from ..lower.attend import Attention
 from ..plans.angles import angles_at, has_angles
 from ..run import graph
 from ..sources.step_source import StepSource
-from .prompt_program import Prompt, PromptProgram
+from .prompt_program import Prompt, PromptProgram, keys_and_values
 
 _aten = torch.ops.aten
 
@@ -36,6 +35,8 @@ MOST_BYTES = 128 << 20
 ALL_BYTES = 256 << 20
 #: which prompt of a length is captured; a capture takes as long as reading a few prompts
 FIRST_CAPTURED = 2
+#: arguments that say how large a tensor is, or where it ends
+_OF_SHAPES = frozenset({"size", "shape", "repeats", "end", "length"})
 
 
 def length_of(part: StepSource, prompt: Prompt, past: int) -> int | None:
@@ -98,17 +99,40 @@ class ShortPrompts:
             self._angles: dict[Any, tuple[torch.Tensor, ...]] = {}
         self._logits: torch.Tensor | None = None
         self.num_bytes = _bytes_of(like, length)
+        for call in program.program.calls:
+            _refuse_counting(call, program.size_registers)
         last = program.program.register()
         _take_from(program.program.calls, last)
         self._given = [(last, self._last)]
 
-    def run(self, prompt: Prompt) -> torch.Tensor:
-        """Return [batch, vocab_size] logits of the token that follows a prompt."""
+    def hides_what_is_behind(self, prompt: Prompt) -> bool:
+        """Whether other tokens behind the first half of a prompt change nothing of that half: bit for bit, as the same
+        calls are made."""
+        half = prompt.tokens.shape[1] // 2
+        cut = Prompt(prompt.tokens[:, :half], prompt.positions[:, :half], None)
+        found = []
+        for behind in (0, self._part.num_embeddings - 1):
+            logits = self.run(cut, behind)
+            found.append([logits, *(each[:, :, :half].clone() for each in self._keys_and_values())])
+        return all(map(torch.equal, *found))
+
+    def _keys_and_values(self) -> list[torch.Tensor]:
+        """Return keys and values of each layer that has them, in turns."""
+        return [each for memory in self._memory if memory.k is not None for each in (memory.k, memory.v)]
+
+    def run(self, prompt: Prompt, behind: int | None = None) -> torch.Tensor:
+        """Return [batch, vocab_size] logits of the token that follows a prompt.
+
+        Args:
+            behind: the token that fills the prompt up; None for its last one.
+        """
         batch, count = prompt.tokens.shape
         self._wait()
         for memory, values in ((self._tokens, prompt.tokens), (self._positions, prompt.positions.expand(batch, -1))):
             memory[:, :count].copy_(values)
             memory[:, count:] = values[:, -1:]  # tokens and positions that the model knows
+        if behind is not None:
+            self._tokens[:, count:] = behind
         self._last.fill_(count - 1)
         self._fill_angles()
         if self._graph is None:
@@ -120,12 +144,10 @@ class ShortPrompts:
 
     def store(self, cache: FastpathCache, count: int) -> None:
         """Put keys and values of the last prompt, which had so many tokens, into a cache with room for them."""
-        to, held = [], []
-        for layer, memory in zip(cache.layers, self._memory):
-            if memory.k is not None:
-                to += _buffers_of(layer)
-                held += [memory.k, memory.v]
-        torch._foreach_copy_([each[:, :, :count] for each in to], [each[:, :, :count] for each in held])
+        to = [each for layer in cache.layers[: len(self._memory)] for each in _buffers_of(layer)]
+        torch._foreach_copy_(
+            [each[:, :, :count] for each in to], [each[:, :, :count] for each in self._keys_and_values()]
+        )
 
     def capture(self) -> None:
         """Capture the calls, which have run once.
@@ -180,12 +202,10 @@ def _buffers_of(layer: Any) -> list[torch.Tensor]:
     Raises:
         Unfit: it has scales or pages.
     """
-    if not isinstance(layer, FastpathLayer):
-        return []
-    held = layer.kv_cache()
-    if held.names() != ("k", "v"):
+    held = keys_and_values(layer)
+    if held.names() not in ((), ("k", "v")):
         raise Unfit("a cache with scales or pages")
-    return [held.k, held.v]
+    return [getattr(held, name) for name in held.names()]
 
 
 def _bytes_of(layers: Sequence[Any], length: int) -> int:
@@ -210,6 +230,17 @@ def _take_from(calls: list[Call], last: Any) -> None:
     calls[found[0]] = replace(call, op=_aten.index_select.default, arguments=taken)
 
 
+def _refuse_counting(call: Call, sizes: set[int]) -> None:
+    """Refuse a call that computes with the number of new tokens: it is another one in a prompt that is filled up.
+
+    Raises:
+        Unfit: it does.
+    """
+    for name, value in call.arguments.items():
+        if name not in _OF_SHAPES and any(each.index in sizes for each in registers_in(value)):
+            raise Unfit(f"{call.name} computes with the number of tokens")
+
+
 def _is_of_the_last(call: Call) -> bool:
     given = call.arguments
     if call.op is _aten.narrow.default:
@@ -217,20 +248,10 @@ def _is_of_the_last(call: Call) -> bool:
     return call.op is _aten.slice.Tensor and (given.get("dim", 0), given.get("start")) == (1, -1)
 
 
-def _agree(part: StepSource, found: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Whether tokens behind a prompt have not changed its logits, if it is not known that the model is causal."""
-    most = part.prompts.most_difference
-    if most is None:
-        return True
-    found, logits = found.float(), logits.float()
-    return bool((found - logits).abs().mean() <= most * logits.abs().mean())
-
-
 def after(
     asked: Asked,
     part: StepSource,
     prompt: Prompt,
-    logits: torch.Tensor,
     layers: Sequence[Any],
     length: int,
     program: Callable[[], PromptProgram | None],
@@ -239,21 +260,21 @@ def after(
 
     Args:
         asked: what was known.
-        part, prompt, logits: what the calls have read, and what they gave.
+        part, prompt: what the calls have read.
         layers: of the cache that holds the prompt.
         length: that the prompt is filled up to.
         program: makes the calls for so many tokens, or None.
     """
     batch = len(prompt.tokens)
     asked = replace(asked, count=asked.count + 1)
-    if asked.is_declined or asked.count < FIRST_CAPTURED:
+    if asked.is_declined or asked.count < FIRST_CAPTURED or prompt.tokens.shape[1] < 2:
         return asked
     declined = replace(asked, is_declined=True)
     try:
         if _bytes_of(layers, length) > MOST_BYTES or (calls := program()) is None:
             return declined
         made = ShortPrompts(part, calls, batch, length, layers)
-        if not _agree(part, made.run(prompt), logits):
+        if not made.hides_what_is_behind(prompt):
             return declined
         made.capture()
     except compat.OUT_OF_MEMORY:  # there may be more next time

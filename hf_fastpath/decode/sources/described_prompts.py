@@ -50,10 +50,6 @@ class DescribedPrompts:
         for index, layer in enumerate(self._part.layers):
             cache.prepare(index, *empty_states(layer.attention, self._part.embedding.weight, batch))
 
-    @property
-    def most_difference(self) -> float | None:
-        return None
-
     def record(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
         part = self._part
         hidden, _ = steps.step_inputs(to, part, given.tokens, given.positions, [])

@@ -77,11 +77,6 @@ class Prompts(Protocol):
     def prepare(self, cache: FastpathCache, batch: int) -> None:
         """Make an empty cache ready for a prompt."""
 
-    @property
-    def most_difference(self) -> float | None:
-        """What the logits of two ways to read a prompt may differ by in the mean, as a part of their size; None if the
-        model is known to be causal."""
-
     def record(self, program: Program, to: Lower, last: Lower, given: PromptInputs) -> Any:
         """Emit the calls of a prompt; return the register of the last token's logits, [batch, 1, vocab_size].
 
