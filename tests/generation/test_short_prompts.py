@@ -162,6 +162,22 @@ def test_caches_of_other_forms_keep_single_calls(options, device, readers):
     assert not readers.made
 
 
+def test_a_model_that_computes_with_the_number_of_tokens_keeps_single_calls(device, readers):
+    stock = small_model("glm4").to(device)
+
+    class Forward(type(stock.model.norm)):
+        def forward(self, hidden_states):
+            count = hidden_states.shape[1]
+            found = super().forward(hidden_states)
+            return found if count == 1 else found + found.roll(1, -1) * (count / 30)
+
+    stock.model.norm.__class__ = Forward
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for seed, length in enumerate((30, 28, 26, 20, 24)):
+        _same(stock, ours, prompt(device, 1, length, seed=seed))
+    assert not readers.made
+
+
 def test_memory_that_is_short(device, readers, monkeypatch):
     stock, ours = fresh("llama", device)
     monkeypatch.setattr(short_prompts, "MOST_BYTES", 1)
