@@ -244,6 +244,8 @@ def _is_faster_by_stock(patch: ModulePatch, cache: Any, args: tuple, kwargs: dic
     state, model = patch.state, patch.state.model
     if cache is None or isinstance(cache, FastpathCache) or model is None:
         return False
+    if state.loop_reason is not None:  # the user has chosen these modules, perhaps
+        return False
     if torch.is_grad_enabled() or state.has_trained or model.training:  # by design stock code, which is not counted
         return False
     # modules are compared, or their forwards have more to do than to compute
