@@ -108,6 +108,8 @@ class _Calls:
             return type(model).forward(model, *args, **kwargs)
         if reason is None and not _counts_on(past, ids, named.get("cache_position")):
             reason = Cause("unsupported_input", "cache_position")
+        if reason is None and _masks_states(cache, ids, named.get("attention_mask")):
+            reason = Cause("unsupported_input", "attention_mask of a model without attention")
         if reason is None:
             mask, position_ids = named.get("attention_mask"), named.get("position_ids")
             found = state.own_loops.logits(state, model, NewTokens(ids, cache, mask, position_ids, past))
@@ -209,6 +211,12 @@ def _is_few(ids: torch.Tensor) -> bool:
 def _counts_on(past: int, ids: torch.Tensor, places: torch.Tensor | None) -> bool:
     """Whether new tokens are to go behind all that a cache holds, as they do if nobody says where."""
     return places is None or places.tolist() == list(range(past, past + ids.shape[1]))
+
+
+def _masks_states(cache: FastpathCache, ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a model of states alone is given a mask of the whole text, which its forward applies to the new tokens of
+    a batch. ``generate()`` passes none there."""
+    return mask is not None and len(ids) > 1 and not cache.key_layers and mask.shape != ids.shape
 
 
 def _is_captured(ids: torch.Tensor) -> bool:

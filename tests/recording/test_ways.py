@@ -95,6 +95,19 @@ def forwards(model: PreTrainedModel) -> list[torch.Tensor]:
     return found
 
 
+def masked_forwards(model: PreTrainedModel) -> list[torch.Tensor]:
+    tokens = ids(model, 2)
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        out = model(tokens, attention_mask=mask, use_cache=True)
+        found = [out.logits]
+        for place in range(3):
+            mask = torch.cat((mask, mask[:, :1]), dim=1)
+            token = tokens[:, place : place + 1]
+            found.append(model(token, attention_mask=mask, **{CACHE: out[CACHE]}, use_cache=True).logits)
+    return found
+
+
 def backward(model: PreTrainedModel) -> list[torch.Tensor]:
     tokens = ids(model, 2)
     loss = model(tokens, labels=tokens).loss
@@ -223,6 +236,7 @@ WAYS: dict[str, Way] = {
     ),
     "transformers' own cache": over_a_dynamic_cache,
     "forwards": forwards,
+    "masked forwards": masked_forwards,
     "a backward": backward,
     "scores changed in place": lambda model: processed(model, lambda _, found: found[:, 3:40].neg_() is None or found),
     "a criterion": lambda model: stopped(model, lambda tokens, _: torch.full((2,), tokens.shape[1] > 10)),
