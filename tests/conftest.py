@@ -114,7 +114,13 @@ def repeatable(request: pytest.FixtureRequest):
 
 #: files whose tests have prompts of recorded models read by lists of calls, each of which takes as long as many tests
 READ_BY_LISTS = (
-    *("test_recorded_prompts.py", "test_recorded_once.py", "test_short_prompts.py", "test_ways.py"),
+    *(
+        "test_recorded_prompts.py",
+        "test_token_rows.py",
+        "test_recorded_once.py",
+        "test_short_prompts.py",
+        "test_ways.py",
+    ),
     "test_all_types.py",
 )
 

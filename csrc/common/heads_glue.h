@@ -19,6 +19,13 @@ inline bool has_sizes(const Tensor& tensor, std::initializer_list<int64_t> sizes
   return true;
 }
 
+// The number of sequences, of which `tokens` rows each follow each other.
+inline int64_t sequences_of(int64_t rows, int64_t tokens, const char* op) {
+  STD_TORCH_CHECK(tokens >= 1 && rows % tokens == 0, "hf_fastpath::", op, ": got ", rows, " rows, expected ",
+                  "a multiple of tokens, ", tokens, ", which is at least 1");
+  return rows / tokens;
+}
+
 // Checks the arguments of one call, and keeps what had to be copied alive until the kernel has it.
 class HeadsCall {
  public:

@@ -40,7 +40,7 @@ void normalize(float* x, int64_t count, bool l2_norm, double scale) {
   for (int64_t i = 0; i < count; ++i) x[i] = static_cast<float>(x[i] * factor);
 }
 
-// Heads [begin, end) of all rows, in order.
+// Heads [begin, end) of all sequences, in order; of each head all tokens.
 template <class T>
 void run_heads(const GatedDeltaParams& p, int64_t begin, int64_t end) {
   const bool avx2 = use_avx2();
@@ -49,30 +49,33 @@ void run_heads(const GatedDeltaParams& p, int64_t begin, int64_t end) {
   float* q = scratch(3 * p.k_dim + 3 * p.v_dim);
   float *k = q + p.k_dim, *decay = k + p.k_dim, *v = decay + p.k_dim, *sums = v + p.v_dim;
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = i / p.v_heads, head = i % p.v_heads, k_head = head / (p.v_heads / p.k_heads);
-    const auto fetch = [&](const Heads& from, int64_t of, int64_t count, float* to) {
-      convert(p.dtype, head_of<T>(from, row, of), to, count);
-    };
-    fetch(p.q, k_head, p.k_dim, q);
-    fetch(p.k, k_head, p.k_dim, k);
-    fetch(p.v, head, p.v_dim, v);
-    normalize(q, p.k_dim, p.l2_norm, p.scale);
-    normalize(k, p.k_dim, p.l2_norm, 1.0);
+    const int64_t head = i % p.v_heads, k_head = head / (p.v_heads / p.k_heads);
+    const int64_t first_row = i / p.v_heads * p.tokens;
     const double rate = std::exp(load(p.a_log, head));
-    for (int64_t r = 0; r < p.k_dim; ++r) {
-      if (r > 0 && !p.per_element) {
-        decay[r] = decay[0];
-        continue;
+    for (int64_t row = first_row; row < first_row + p.tokens; ++row) {
+      const auto fetch = [&](const Heads& from, int64_t of, int64_t count, float* to) {
+        convert(p.dtype, head_of<T>(from, row, of), to, count);
+      };
+      fetch(p.q, k_head, p.k_dim, q);
+      fetch(p.k, k_head, p.k_dim, k);
+      fetch(p.v, head, p.v_dim, v);
+      normalize(q, p.k_dim, p.l2_norm, p.scale);
+      normalize(k, p.k_dim, p.l2_norm, 1.0);
+      for (int64_t r = 0; r < p.k_dim; ++r) {
+        if (r > 0 && !p.per_element) {
+          decay[r] = decay[0];
+          continue;
+        }
+        const double a = to_float(head_of<T>(p.a, row, head)[r]) +
+                         load(p.dt_bias, p.per_element ? head * p.k_dim + r : head);
+        decay[r] = static_cast<float>(std::exp(-rate * softplus(a)));
       }
-      const double a = to_float(head_of<T>(p.a, row, head)[r]) +
-                       load(p.dt_bias, p.per_element ? head * p.k_dim + r : head);
-      decay[r] = static_cast<float>(std::exp(-rate * softplus(a)));
+      const double beta = p.beta_scale / (1.0 + std::exp(-double(to_float(*head_of<T>(p.b, row, head)))));
+      kernel({p.state + i * p.k_dim * p.v_dim, decay, k, q, static_cast<float>(beta), v, sums, p.k_dim,
+              p.v_dim});
+      T* out = static_cast<T*>(p.out) + (row * p.v_heads + head) * p.v_dim;
+      for (int64_t c = 0; c < p.v_dim; ++c) from_float(v[c], out + c);
     }
-    const double beta = p.beta_scale / (1.0 + std::exp(-double(to_float(*head_of<T>(p.b, row, head)))));
-    kernel(
-        {p.state + i * p.k_dim * p.v_dim, decay, k, q, static_cast<float>(beta), v, sums, p.k_dim, p.v_dim});
-    T* out = static_cast<T*>(p.out) + i * p.v_dim;
-    for (int64_t c = 0; c < p.v_dim; ++c) from_float(v[c], out + c);
   }
 }
 
@@ -80,14 +83,17 @@ void run_heads(const GatedDeltaParams& p, int64_t begin, int64_t end) {
 
 Tensor gated_delta_step_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                             const Tensor& b, const Tensor& a_log, const Tensor& dt_bias, const Tensor& state,
-                            double scale, bool l2_norm, double beta_scale, bool programmatic_launch) {
+                            double scale, bool l2_norm, double beta_scale, bool programmatic_launch,
+                            int64_t tokens) {
   const GatedDeltaCall call(q, k, v, a, b, a_log, dt_bias, state, scale, l2_norm, beta_scale,
-                            programmatic_launch);
+                            programmatic_launch, tokens);
   const GatedDeltaParams& p = call.params;
   const int64_t heads = p.batch * p.v_heads;
-  for_each_range(heads, 2 * sizeof(float) * heads * p.k_dim * p.v_dim, [&](int64_t begin, int64_t end) {
-    with_storage(p.dtype, [&](auto* tag) { run_heads<std::remove_pointer_t<decltype(tag)>>(p, begin, end); });
-  });
+  for_each_range(
+      heads, 2 * sizeof(float) * heads * p.tokens * p.k_dim * p.v_dim, [&](int64_t begin, int64_t end) {
+        with_storage(p.dtype,
+                     [&](auto* tag) { run_heads<std::remove_pointer_t<decltype(tag)>>(p, begin, end); });
+      });
   return call.out;
 }
 

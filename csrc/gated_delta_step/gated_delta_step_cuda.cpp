@@ -7,10 +7,11 @@ namespace hf_fastpath {
 
 Tensor gated_delta_step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                              const Tensor& b, const Tensor& a_log, const Tensor& dt_bias, const Tensor& state,
-                             double scale, bool l2_norm, double beta_scale, bool programmatic_launch) {
+                             double scale, bool l2_norm, double beta_scale, bool programmatic_launch,
+                             int64_t tokens) {
   const DeviceGuard guard(q);
   const GatedDeltaCall call(q, k, v, a, b, a_log, dt_bias, state, scale, l2_norm, beta_scale,
-                            programmatic_launch);
+                            programmatic_launch, tokens);
   if (call.out.numel() > 0) launch_gated_delta_step(call.params, current_stream(guard.device()));
   return call.out;
 }

@@ -12,15 +12,15 @@ constexpr float kL2Eps = 1e-6f;
 
 struct GatedDeltaParams {
   DType dtype;
-  Heads q, k;         // [batch, k_heads, k_dim]
-  Heads v;            // [batch, v_heads, v_dim]
-  Heads a;            // [batch, v_heads], or [batch, v_heads, k_dim] if `per_element`
-  Heads b;            // [batch, v_heads]
+  Heads q, k;         // [rows, k_heads, k_dim]; the `tokens` rows of a sequence follow each other
+  Heads v;            // [rows, v_heads, v_dim]
+  Heads a;            // [rows, v_heads], or [rows, v_heads, k_dim] if `per_element`
+  Heads b;            // [rows, v_heads]
   Parameter a_log;    // [v_heads]
-  Parameter dt_bias;  // a's shape without the batch, contiguous
+  Parameter dt_bias;  // a's shape without the rows, contiguous
   float* state;       // [batch, v_heads, k_dim, v_dim], contiguous, updated
-  void* out;          // [batch, v_heads, v_dim], contiguous
-  int64_t batch, k_heads, v_heads, k_dim, v_dim;
+  void* out;          // [rows, v_heads, v_dim], contiguous
+  int64_t batch, tokens, k_heads, v_heads, k_dim, v_dim;
   bool per_element, l2_norm;
   float scale, beta_scale;
   bool programmatic_launch;  // parameters and state may be read before the kernel in front on the stream is

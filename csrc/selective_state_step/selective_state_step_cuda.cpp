@@ -8,9 +8,10 @@ namespace hf_fastpath {
 
 Tensor selective_state_step_cuda(const Tensor& x, const Tensor& dt, const Tensor& a_log, const Tensor& b,
                                  const Tensor& c, const Tensor& state, const std::optional<Tensor>& d,
-                                 const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& z) {
+                                 const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& z,
+                                 int64_t tokens) {
   const DeviceGuard guard(x);
-  const SelectiveStateCall call(x, dt, a_log, b, c, state, d, dt_bias, z);
+  const SelectiveStateCall call(x, dt, a_log, b, c, state, d, dt_bias, z, tokens);
   if (call.out.numel() > 0) launch_selective_state_step(call.params, current_stream(guard.device()));
   return call.out;
 }

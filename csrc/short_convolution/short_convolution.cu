@@ -15,7 +15,8 @@ namespace hf_fastpath {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kWindow = 4;  // the width that nearly all models have
+constexpr int kWindow = 4;                          // the width that nearly all models have
+constexpr int kWalkedWidth = kMaxConvolutionWidth;  // of windows that a thread keeps
 
 // A window of four as one access.
 template <class T>
@@ -39,6 +40,65 @@ struct Window {
 template <class T>
 __device__ __forceinline__ float load_of_channel(const void* base, int64_t i) {
   return to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(base) + i));
+}
+
+// Tokens of a sequence whose inputs are on their way at once.
+constexpr int kTokensAtOnce = 16;
+
+// All tokens of each sequence, where there are several: a thread keeps its channel's window of four.
+template <class T>
+__global__ void __launch_bounds__(kThreads) short_convolution_walk(ShortConvolutionParams p, int tiles) {
+  allow_next_kernel();
+  const int64_t sequence = blockIdx.x / tiles;
+  const int channel = blockIdx.x % tiles * kThreads + threadIdx.x;
+  if (channel >= p.channels) return;
+  const int width = static_cast<int>(p.width);
+  T* state = static_cast<T*>(p.state) + (sequence * p.channels + channel) * width;
+  const T* weight = static_cast<const T*>(p.weight) + int64_t(channel) * width;
+  wait_for_previous_kernel();
+  const float bias = p.bias ? load_of_channel<T>(p.bias, channel) : 0.f;
+  float inputs[kWalkedWidth], factors[kWalkedWidth];
+#pragma unroll
+  for (int j = 0; j < kWalkedWidth; ++j) {  // the newest input is the last of a window of any width
+    const int place = j - (kWalkedWidth - width);
+    inputs[j] = place >= 0 ? load_of_channel<T>(state, place) : 0.f;
+    factors[j] = place >= 0 ? load_of_channel<T>(weight, place) : 0.f;
+  }
+  for (int64_t first = 0; first < p.tokens; first += kTokensAtOnce) {
+    const int64_t row = sequence * p.tokens + first;
+    const int count = static_cast<int>(min(int64_t(kTokensAtOnce), p.tokens - first));
+    float x[kTokensAtOnce];
+#pragma unroll
+    for (int t = 0; t < kTokensAtOnce; ++t) {
+      if (t < count) x[t] = load_of_channel<T>(p.x, (row + t) * p.x_stride + channel);
+    }
+    if (p.input_gate) {
+#pragma unroll
+      for (int t = 0; t < kTokensAtOnce; ++t) {
+        if (t >= count) continue;
+        const float gate = load_of_channel<T>(p.input_gate, (row + t) * p.input_gate_stride + channel);
+        x[t] = to_float(from_float<T>(gate * x[t]));
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTokensAtOnce; ++t) {
+      if (t >= count) continue;
+      float sum = bias;
+#pragma unroll
+      for (int j = 0; j < kWalkedWidth; ++j) {
+        inputs[j] = j + 1 < kWalkedWidth ? inputs[j + 1] : x[t];
+        sum = fmaf(factors[j], inputs[j], sum);
+      }
+      sum = activate(sum, p.activation);
+      if (p.output_gate) sum *= load_of_channel<T>(p.output_gate, (row + t) * p.output_gate_stride + channel);
+      static_cast<T*>(p.out)[(row + t) * p.channels + channel] = from_float<T>(sum);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kWalkedWidth; ++j) {
+    const int place = j - (kWalkedWidth - width);
+    if (place >= 0) state[place] = from_float<T>(inputs[j]);  // exact: they were T
+  }
 }
 
 // kWhole: windows and weights are accesses of four.
@@ -95,6 +155,11 @@ void launch_short_convolution(const ShortConvolutionParams& p, cudaStream_t stre
     const auto is_whole = [](const void* data) {
       return reinterpret_cast<uintptr_t>(data) % (kWindow * sizeof(T)) == 0;
     };
+    if (p.tokens > 1) {
+      HF_FASTPATH_CUDA_CHECK(launch_programmatic(short_convolution_walk<T>, grid, block, smem_bytes, stream,
+                                                 programmatic_launch, p, static_cast<int>(tiles)));
+      return;
+    }
     const bool whole = p.width == kWindow && is_whole(p.state) && is_whole(p.weight);
     const auto kernel = whole ? short_convolution_kernel<T, true> : short_convolution_kernel<T, false>;
     HF_FASTPATH_CUDA_CHECK(launch_programmatic(kernel, grid, block, smem_bytes, stream, programmatic_launch,

@@ -57,26 +57,29 @@ void push_channels(const ShortConvolutionParams& p, int64_t begin, int64_t end) 
   using Storage = typename Element::Storage;
   const auto of = [](const void* base, int64_t offset) { return static_cast<const Storage*>(base) + offset; };
   for (int64_t i = begin; i < end;) {
-    const int64_t row = i / p.channels, channel = i % p.channels;
+    const int64_t channel = i % p.channels, first_row = i / p.channels * p.tokens;
     const int64_t count = min_of(kLanes, min_of(end - i, p.channels - channel));
     Storage* state = static_cast<Storage*>(p.state) + i * p.width;
     const Storage* weight = of(p.weight, channel * p.width);
-    __m256 x = Element::load(of(p.x, row * p.x_stride + channel), count);
-    if (p.input_gate != nullptr)
-      x = _mm256_mul_ps(x, Element::load(of(p.input_gate, row * p.input_gate_stride + channel), count));
-    __m256 sum;
-    if (p.width == 4 && count == kLanes) {
-      alignas(32) Storage rounded[kLanes];
-      Element::store(rounded, x);
-      sum = push_four<Element>(state, weight, Element::load(rounded));
-    } else {
-      sum = push<Element>(state, weight, x, p.width, count);
+    for (int64_t row = first_row; row < first_row + p.tokens; ++row) {
+      __m256 x = Element::load(of(p.x, row * p.x_stride + channel), count);
+      if (p.input_gate != nullptr)
+        x = _mm256_mul_ps(x, Element::load(of(p.input_gate, row * p.input_gate_stride + channel), count));
+      __m256 sum;
+      if (p.width == 4 && count == kLanes) {
+        alignas(32) Storage rounded[kLanes];
+        Element::store(rounded, x);
+        sum = push_four<Element>(state, weight, Element::load(rounded));
+      } else {
+        sum = push<Element>(state, weight, x, p.width, count);
+      }
+      if (p.bias != nullptr) sum = _mm256_add_ps(sum, Element::load(of(p.bias, channel), count));
+      sum = activate_ps<kActivation>(sum);
+      if (p.output_gate != nullptr)
+        sum =
+            _mm256_mul_ps(sum, Element::load(of(p.output_gate, row * p.output_gate_stride + channel), count));
+      Element::store(static_cast<Storage*>(p.out) + row * p.channels + channel, sum, count);
     }
-    if (p.bias != nullptr) sum = _mm256_add_ps(sum, Element::load(of(p.bias, channel), count));
-    sum = activate_ps<kActivation>(sum);
-    if (p.output_gate != nullptr)
-      sum = _mm256_mul_ps(sum, Element::load(of(p.output_gate, row * p.output_gate_stride + channel), count));
-    Element::store(static_cast<Storage*>(p.out) + i, sum, count);
     i += count;
   }
 }

@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "common/heads_glue.h"
 #include "common/rows_glue.h"
 #include "short_convolution/short_convolution_params.h"
 
@@ -13,7 +14,8 @@ class ShortConvolutionCall {
  public:
   ShortConvolutionCall(const Tensor& x, const Tensor& conv_state, const Tensor& weight,
                        const std::optional<Tensor>& bias, int64_t activation,
-                       const std::optional<Tensor>& input_gate, const std::optional<Tensor>& output_gate)
+                       const std::optional<Tensor>& input_gate, const std::optional<Tensor>& output_gate,
+                       int64_t tokens)
       : x_(row_view(x)),
         weight_(hf_fastpath::contiguous(weight)),
         out(empty_like_with_sizes(x, sizes_of(x))) {
@@ -24,7 +26,7 @@ class ShortConvolutionCall {
             weight.size(1) <= kMaxConvolutionWidth && dtype_of(weight, kOp) == dtype,
         "hf_fastpath::short_convolution: expected x [batch, channels] and weight [channels, 1 to ",
         kMaxConvolutionWidth, "] of one dtype");
-    const int64_t batch = x.size(0), channels = x.size(1), width = weight.size(1);
+    const int64_t batch = sequences_of(x.size(0), tokens, kOp), channels = x.size(1), width = weight.size(1);
     STD_TORCH_CHECK(conv_state.dim() == 3 && conv_state.size(0) == batch && conv_state.size(1) == channels &&
                         conv_state.size(2) == width && conv_state.is_contiguous() &&
                         dtype_of(conv_state, kOp) == dtype,
@@ -42,7 +44,7 @@ class ShortConvolutionCall {
     set_gate(x, input_gate, input_gate_, &params.input_gate, &params.input_gate_stride);
     set_gate(x, output_gate, output_gate_, &params.output_gate, &params.output_gate_stride);
     params.out = out.mutable_data_ptr();
-    params.batch = batch, params.channels = channels, params.width = width;
+    params.batch = batch, params.tokens = tokens, params.channels = channels, params.width = width;
     params.activation = activation_of(activation, kOp);
   }
 

@@ -9,17 +9,18 @@ constexpr int64_t kMaxConvolutionWidth = 16;
 
 struct ShortConvolutionParams {
   DType dtype;
-  const void* x;  // [batch, channels], rows `x_stride` elements apart
+  const void*
+      x;  // [rows, channels], `x_stride` elements apart; the `tokens` rows of a sequence follow each other
   int64_t x_stride;
-  void* state;             // [batch, channels, width], contiguous, moved by one
+  void* state;             // [batch, channels, width], contiguous, moved by `tokens`
   const void* weight;      // [channels, width], contiguous
   const void* bias;        // [channels] or null
   const void* input_gate;  // like x, or null
   int64_t input_gate_stride;
   const void* output_gate;  // like x, or null
   int64_t output_gate_stride;
-  void* out;  // [batch, channels], contiguous
-  int64_t batch, channels, width;
+  void* out;  // [rows, channels], contiguous
+  int64_t batch, tokens, channels, width;
   Activation activation;
 };
 

@@ -37,6 +37,7 @@ from .code import (
     functions_of_configs,
     hook_of,
     hooks_with_effect,
+    is_all_known,
     is_known_code,
     is_ours,
     is_run_elsewhere,

@@ -48,6 +48,17 @@ def is_known_code(function: Callable[..., Any] | None, home: str = "") -> bool:
     return True
 
 
+def is_all_known(model: nn.Module) -> bool:
+    """Whether all modules of a model run code of transformers, torch or ours."""
+    return all(map(_is_known_module, model.modules()))
+
+
+def _is_known_module(module: nn.Module) -> bool:
+    held = vars(module).get("forward")
+    is_known = held is None or is_ours(held) or is_known_code(held)
+    return is_known and is_known_code(type(module).forward, "hf_fastpath.linears.packed_linear")
+
+
 def is_wrapped_by(function: Callable[..., Any] | None, outer: Callable[..., Any] | None) -> bool:
     """Whether ``function`` is ``outer``, or a function that a decorator of ``outer`` wraps."""
     while outer is not None and outer is not function:

@@ -1,11 +1,14 @@
-"""One token's step of a gated delta net: gates, norms of query and key, the state's update, and its product with q."""
+"""A token's step of a gated delta net, or those of several tokens in turn: gates, norms of query and key, the state's
+update, and its product with q."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from ..registry import OpSpec, Sample, nbytes, register, shape_reason, tensor_reasons
-from .recurrence import parameter_reasons, state_reasons
+from .recurrence import in_turn, parameter_reasons, state_reasons, tokens_reason
 
 #: of a head's key; a warp of the GPU holds a key in its registers
 MAX_K_DIM = 256
@@ -26,6 +29,7 @@ def reference(
     l2_norm: bool = True,
     beta_scale: float = 1.0,
     programmatic_launch: bool = False,
+    tokens: int = 1,
 ) -> torch.Tensor:
     """Decay the state, replace what it holds for the key by the value, as far as beta says, and read it for the query.
 
@@ -33,14 +37,14 @@ def reference(
     becomes ``g S + k (beta (v - k^T g S))^T``, and the result is ``scale * q^T S``.
 
     Args:
-        q, k: [batch, k_heads, k_dim] float32, float16 or bfloat16, any strides (columns of the convolution's output).
-            k_dim 1 to 256.
-        v: [batch, v_heads, v_dim], as q. Each head of q and k serves ``v_heads / k_heads`` heads of v in a row.
-        a: [batch, v_heads], or [batch, v_heads, k_dim] where each element of a key has a decay of its own
+        q, k: [batch * tokens, k_heads, k_dim] float32, float16 or bfloat16, any strides (columns of the convolution's
+            output). The tokens of a sequence follow each other. k_dim 1 to 256.
+        v: [rows, v_heads, v_dim], as q. Each head of q and k serves ``v_heads / k_heads`` heads of v in a row.
+        a: [rows, v_heads], or [rows, v_heads, k_dim] where each element of a key has a decay of its own
             (Kimi Linear), any strides, q's dtype.
-        b: [batch, v_heads], any strides, q's dtype.
+        b: [rows, v_heads], any strides, q's dtype.
         a_log: [v_heads], float32 or q's dtype.
-        dt_bias: a's shape without the batch, float32 or q's dtype.
+        dt_bias: a's shape without the rows, float32 or q's dtype.
         state: [batch, v_heads, k_dim, v_dim] float32, contiguous, updated in place.
         scale: of the query, behind its norm; ``k_dim**-0.5`` in transformers.
         l2_norm: divide q and k by ``sqrt(sum of squares + 1e-6)``.
@@ -48,9 +52,10 @@ def reference(
         programmatic_launch: CUDA may read state, a_log and dt_bias while the kernel in front on this stream still runs.
             It is allowed only if neither that kernel nor an earlier one that may still run writes any of them. The
             result does not depend on it.
+        tokens: of each sequence.
 
     Returns:
-        [batch, v_heads, v_dim] of q's dtype, contiguous.
+        [batch * tokens, v_heads, v_dim] of q's dtype, contiguous.
 
     Raises:
         OpInputError: shapes, dtypes or devices do not fit.
@@ -59,6 +64,10 @@ def reference(
     ``Qwen3NextGatedDeltaNet``; ``models/kimi_linear/modeling_kimi_linear.py@5.24``, ``recurrent_kimi_delta_attention``;
     arXiv:2412.06464.
     """
+    if tokens > 1:
+        how: dict[str, Any] = dict(scale=scale, l2_norm=l2_norm, beta_scale=beta_scale)
+        step = lambda q, k, v, a, b: reference(q, k, v, a, b, a_log, dt_bias, state, **how)  # noqa: E731
+        return in_turn(step, tokens, (q, k, v, a, b))
     wide = state.dtype
     beta = b.sigmoid() * beta_scale
     softplus = torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide))
@@ -81,21 +90,23 @@ def fake(q, v):
     return q.new_empty(v.shape)
 
 
-def why_not(q, k, v, a, b, a_log, dt_bias, state) -> list[str]:
+def why_not(q, k, v, a, b, a_log, dt_bias, state, tokens=1) -> list[str]:
     if q.dim() != 3 or v.dim() != 3 or not 1 <= q.shape[2] <= MAX_K_DIM:
         found = f"q {tuple(q.shape)} and v {tuple(v.shape)}"
-        return [f"got {found}, expected [batch, k_heads, 1 to {MAX_K_DIM}] and [batch, v_heads, v_dim]"]
-    batch, k_heads, k_dim = q.shape
+        return [f"got {found}, expected [rows, k_heads, 1 to {MAX_K_DIM}] and [rows, v_heads, v_dim]"]
+    if reasons := tokens_reason(q, tokens):
+        return reasons
+    rows, k_heads, k_dim = q.shape
     _, v_heads, v_dim = v.shape
     reasons = tensor_reasons(q, k=k, v=v, a=a, b=b)
-    reasons += shape_reason("k", k, (batch, k_heads, k_dim)) + shape_reason("v", v, (batch, v_heads, v_dim))
+    reasons += shape_reason("k", k, (rows, k_heads, k_dim)) + shape_reason("v", v, (rows, v_heads, v_dim))
     if v_heads == 0 or k_heads == 0 or v_heads % k_heads:
         reasons.append(f"v has {v_heads} heads, expected a multiple of the {k_heads} heads of q and k")
     of_gate = (v_heads, k_dim) if a.dim() == 3 else (v_heads,)
-    reasons += shape_reason("a", a, (batch, *of_gate)) + shape_reason("b", b, (batch, v_heads))
+    reasons += shape_reason("a", a, (rows, *of_gate)) + shape_reason("b", b, (rows, v_heads))
     reasons += shape_reason("a_log", a_log, (v_heads,)) + shape_reason("dt_bias", dt_bias, of_gate)
     reasons += parameter_reasons(q, a_log=a_log, dt_bias=dt_bias)
-    return reasons + state_reasons(q, state, (batch, v_heads, k_dim, v_dim))
+    return reasons + state_reasons(q, state, (rows // tokens, v_heads, k_dim, v_dim))
 
 
 def moved(q, k, v, a, b, a_log, dt_bias, state) -> int:
@@ -106,9 +117,21 @@ def samples(device: torch.device, dtype: torch.dtype):
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    def call(batch, k_heads, v_heads, k_dim, v_dim, per_element=False, parameters=torch.float32, l2_norm=True, **how):
+    def call(
+        batch,
+        k_heads,
+        v_heads,
+        k_dim,
+        v_dim,
+        per_element=False,
+        parameters=torch.float32,
+        l2_norm=True,
+        tokens=1,
+        **how,
+    ):
         sizes = [heads * dim for heads, dim in ((k_heads, k_dim), (k_heads, k_dim), (v_heads, v_dim))]
-        q, k, v = randn(batch, sum(sizes)).split(sizes, dim=-1)
+        rows = batch * tokens
+        q, k, v = randn(rows, sum(sizes)).split(sizes, dim=-1)
         q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in ((q, k_heads), (k, k_heads), (v, v_heads)))
         if not l2_norm:
             k = k * k_dim**-0.5  # else the state grows without bound
@@ -116,8 +139,8 @@ def samples(device: torch.device, dtype: torch.dtype):
         a_log = torch.empty(v_heads, device=device).uniform_(0.01, 16).log().to(parameters or dtype)
         dt_bias = torch.randn(of_gate, device=device).to(parameters or dtype)
         state = torch.randn(batch, v_heads, k_dim, v_dim, device=device)
-        gates = randn(batch, *of_gate) - 2, randn(batch, v_heads)
-        return Sample(q, k, v, *gates, a_log, dt_bias, state, k_dim**-0.5, l2_norm, **how)
+        gates = randn(rows, *of_gate) - 2, randn(rows, v_heads)
+        return Sample(q, k, v, *gates, a_log, dt_bias, state, k_dim**-0.5, l2_norm, tokens=tokens, **how)
 
     yield call(1, 2, 4, 32, 32)
     yield call(2, 1, 2, 40, 24, per_element=True)  # Kimi Linear
@@ -125,6 +148,11 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(2, 3, 3, 96, 192, beta_scale=2.0)  # OLMo Hybrid
     yield call(1, 2, 2, 17, 13, l2_norm=False)
     yield call(1, 1, 3, 256, 40, per_element=True, parameters=None)
+    yield call(1, 2, 4, 32, 32, tokens=9)
+    yield call(2, 1, 2, 40, 24, per_element=True, tokens=5)
+    yield call(2, 3, 3, 96, 192, beta_scale=2.0, tokens=2)
+    yield call(1, 2, 2, 17, 13, l2_norm=False, tokens=17)
+    yield call(1, 1, 3, 256, 40, per_element=True, parameters=None, tokens=3)
 
 
 SPEC = register(
@@ -132,7 +160,8 @@ SPEC = register(
         name="gated_delta_step",
         schema=(
             "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor(a!) state, "
-            "float scale, bool l2_norm=True, float beta_scale=1.0, bool programmatic_launch=False) -> Tensor"
+            "float scale, bool l2_norm=True, float beta_scale=1.0, bool programmatic_launch=False, int tokens=1) "
+            "-> Tensor"
         ),
         reference=reference,
         fake=fake,

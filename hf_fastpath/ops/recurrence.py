@@ -1,10 +1,35 @@
-"""What the ops of recurrent steps check alike: states that are updated in place, and parameters of their own dtype."""
+"""What the ops of recurrent steps have in common: states that are updated in place, parameters of their own dtype, and
+sequences of several tokens."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..registry import shape_reason
+
+
+def in_turn(step: Callable[..., torch.Tensor], tokens: int, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Run the step of one token of each sequence for ``tokens`` tokens, one after the other.
+
+    Args:
+        step: takes one row of each sequence of every tensor.
+        rows: [batch * tokens, ...], the rows of a sequence in a row.
+
+    Returns:
+        [batch * tokens, ...].
+    """
+    parts = [None if each is None else each.unflatten(0, (-1, tokens)).unbind(1) for each in rows]
+    made = [step(*(None if each is None else each[token] for each in parts)) for token in range(tokens)]
+    return torch.stack(made, dim=1).flatten(0, 1)
+
+
+def tokens_reason(x: torch.Tensor, tokens: int) -> list[str]:
+    """Return a reason if the rows of ``x`` are not those of sequences of so many tokens."""
+    if tokens >= 1 and len(x) % tokens == 0:
+        return []
+    return [f"got {len(x)} rows and tokens={tokens}, expected a multiple of tokens, which is at least 1"]
 
 
 def written_reason(name: str, state: torch.Tensor) -> list[str]:

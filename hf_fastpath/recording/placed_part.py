@@ -172,9 +172,9 @@ class PlacedLowering(Lowering):
         self._everywhere, self._places = at, part.placement(recording).calls
 
     def _come_to(self, place: int) -> None:
-        self._to.device = device = self._places[place]
+        self.to.device = device = self._places[place]
         self._there.move_to(device)
-        self._at = self._everywhere[device]
+        self.at = self._everywhere[device]
 
 
 class PlacedPart(LocalRecordedPart):

@@ -26,13 +26,17 @@ from .looked_at import LookedAt
 from .lowering import Lowering
 from .proof import prompts_agree
 from .recorded_step import Recording
+from .row_lowering import RowLowering
 from .text_lengths import Served
-from .whole_step import count_like, recorded_prompt, whole_prompt
+from .token_rows import ROWS, last_rows
+from .whole_step import count_like, recorded_prompt, whole_prompt, whole_rows
 
 #: which prompt of a number of sequences is the first that is recorded
 FIRST_RECORDED = 2
 #: recordings of a number of sequences, each of other numbers of new tokens
 _MOST = 3
+#: rows of a prompt at most that are read as sequences of one token: grids of some kernels have no more
+_MOST_ROWS = 1 << 15
 #: what attention of a prompt does not add to its scores
 _OTHER_SCORES = "bias", "row_biases", "encoded"
 
@@ -92,6 +96,9 @@ class RecordedPrompts:
         #: number of sequences, number of new tokens when recorded, whether prompts begin their texts -> whether padding
         #: matters to attention alone
         self._padded: dict[tuple[int, int, bool], bool] = {}
+        self._rows: Any = None  # the step of many sequences that reads prompts as its rows, once it is recorded
+        #: number of sequences, whether prompts begin their texts -> whether it gives what the model's own forward gives
+        self._rows_agree: dict[tuple[int, bool], bool] = {}
         #: see count_like(), which goes through all tensors of the model
         self._count_like = functools.cache(lambda wanted: count_like(wanted, part.module))
         self._asked: Counter[int] = Counter()  # number of sequences -> prompts of so many
@@ -104,21 +111,56 @@ class RecordedPrompts:
             return trial
         if not self._may_be_read(batch * count, past + count):
             return None
-        if count == 1:
+        if count == 1 and not self._has_states:
             found = self._part.recording(batch, 1)
-            is_alike = not self._has_states and found.served.serves(past) and all(map(_is_of_prompts, found.calls))
+            is_alike = found.served.serves(past) and all(map(_is_of_prompts, found.calls))
             return found if is_alike else None
         self._asked[batch] += 1
         if self._asked[batch] < FIRST_RECORDED:
             return None
-        # a recording behind any number of tokens is the best, and there is none of states that are not there yet
-        ways = [False] if past else [True] if self._has_states else [False, True]
-        for begins in ways:
+        for begins in self._ways(past):
             known = (each for each in self._known.get((batch, begins), []) if _serves(each.served, past, count))
             found = next(known, None) or self._proven(batch, begins, count)
             if found is not None and _serves(found.served, past, count):
                 return found if not is_padded or self._hides_padding(found, begins) else None
-        return None
+        return None if is_padded else self._of_rows(batch, past, count)
+
+    def _ways(self, past: int) -> list[bool]:
+        """Return whether recordings of prompts begin their texts, in the order of trying."""
+        if self._has_states:  # a token's step behind others is in :meth:`_of_rows`, and there are none behind nothing
+            return [] if past or self._has_recurrence else [True]
+        return [False] if past else [False, True]  # one behind any number of tokens is the best
+
+    def _of_rows(self, batch: int, past: int, count: int) -> Recording | None:
+        """Return the step of one token of each of many sequences if it reads a prompt, or None."""
+        if batch * count > _MOST_ROWS:
+            return None
+        key = batch, not past
+        if key not in self._rows_agree:
+            self._rows_agree[key] = False  # until there is another result, as in _proven()
+            try:
+                self._rows_agree[key] = self._agree_by_rows(*key)
+            except BaseException as error:
+                if isinstance(error, compat.OUT_OF_MEMORY) or not isinstance(error, Exception):
+                    del self._rows_agree[key]
+                if not isinstance(error, Exception):
+                    raise
+        return self._rows if self._rows_agree[key] and _serves(self._rows.served, past, count) else None
+
+    def _agree_by_rows(self, batch: int, begins: bool) -> bool:
+        if not compat.is_all_known(self._part.module):  # other code may read long prompts by other rules than tokens
+            return False
+        if self._rows is None:
+            made = whole_rows(self._looked_at.skeleton_as_now, self._count_like(0))
+            if not all(map(_is_of_prompts, made.calls)):
+                return False
+            last_rows(made)
+            self._rows = made
+        self._trials[threading.get_ident()] = self._rows
+        try:
+            return prompts_agree(self._part, batch, begins, self._rows.served)
+        finally:
+            self._trials.pop(threading.get_ident(), None)
 
     def _hides_padding(self, recording: Recording, begins: bool) -> bool:
         """Whether nothing but attention is to see which tokens are padding."""
@@ -149,8 +191,6 @@ class RecordedPrompts:
         if part.ranks is not None or part.is_placed or part.source is not part.module or len(part.devices) > 1:
             return False
         if part.has_encoder or part.token_shape or not all(kind.keys or kind.states for kind in part.kinds):
-            return False
-        if self._has_recurrence:
             return False
         if part.has_experts and rows > MAX_ROWS:
             return False
@@ -206,8 +246,12 @@ class RecordedPrompts:
         held = {found.tokens.index: given.tokens, found.positions.index: given.positions}
         for registers, memory in zip(found.states, given.states):
             held |= {register.index: each for register, each in zip(registers, memory, strict=True)}
-        size = lambda formula: given.size(_Size(formula, found.count))  # noqa: E731
         at = {device: given.at for device in part.devices}
-        logits = Lowering(part, program, to, found, held, given.caches, at, last, size).run()
+        count = ROWS if found.rows_are_tokens else found.count
+        walk = part, program, to, found, held, given.caches, at, last
+        size = lambda formula: given.size(_Size(formula, count))  # noqa: E731
+        if found.rows_are_tokens:
+            return RowLowering(*walk, batch=given.batch, size=size).run()
+        logits = Lowering(*walk, size).run()
         is_last = found.fact(found.logits).shape[1] == 1
         return logits if is_last else to.emit(torch.ops.aten.narrow.default, logits, 1, -1, 1)

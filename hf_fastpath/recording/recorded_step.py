@@ -109,6 +109,7 @@ class Recording:
         is_unpadded: whether the step is of sequences without padding in front alone.
         live: storages of tensors that are no parameters or buffers, but may change all the same.
         served: lengths of the text, and of what an encoder has read, for which the step is the model's.
+        rows_are_tokens: the sequences are the tokens of prompts, see :mod:`.token_rows`.
         is_of_given_length: the length was not chosen as one that no other size is likely to be.
         stand_ins: a matrix without data, and the weight that it stands for, see :mod:`.stand_ins`.
     """
@@ -139,6 +140,7 @@ class Recording:
     stand_ins: list[tuple[torch.Tensor, Weight]] = field(default_factory=list)
     served: Served | None = None
     is_of_given_length: bool = False
+    rows_are_tokens: bool = False
 
     @property
     def count(self) -> Any:
@@ -204,7 +206,8 @@ class Recording:
         """Leave out calls whose results nothing reads; calls that write stay if anything reads the memory."""
         needed, kept = {self.logits.index}, []
         for call in reversed(self.calls):
-            if call.out.index in needed or call.out.index in self.mutated or is_effect(call):
+            shares = call.out.index in self.mutated and bool(read_by(call))  # else it is memory of its own
+            if call.out.index in needed or shares or is_effect(call):
                 for register in read_by(call):
                     needed.add(register.index)
                 kept.append(call)

@@ -159,7 +159,9 @@ class Served:
         return self.is_all or bool(_blocks(self, past // _AT_ONCE, encoded)[past % _AT_ONCE])
 
     def serves_prompt(self, past: int, count: int) -> bool:
-        """Whether the step of ``count`` new tokens behind ``past`` others is served."""
+        """Whether the step of ``count`` new tokens behind ``past`` others is served, or so many steps one by one."""
+        if self.new is None:
+            return self.is_all or bool(self.among(past, past + count).all())
         values = {self.past: torch.tensor(past, device="cpu"), self.new: torch.tensor(count, device="cpu")}
         return all(bool(computed(formula, values)) for formula, _ in self.conditions)
 

@@ -16,6 +16,7 @@ from .recorded_step import Recording
 from .skeleton import Skeleton
 from .step import record
 from .text_lengths import Served
+from .token_rows import check_rows
 
 #: numbers of new tokens with which prompts are recorded: more than kernels for a few rows take, and not so many that
 #: passes, which compute with them, take long
@@ -51,6 +52,20 @@ def whole_prompt(skeleton: Skeleton, batch: int, count: int, begins: bool) -> Re
     if served is not None:
         return _passed(skeleton, lambda: recorded_prompt(skeleton, batch, count, begins, known_of=served))
     return _passed(skeleton, lambda: _checked(recorded_prompt(skeleton, batch, count, begins)))
+
+
+def whole_rows(skeleton: Skeleton, rows: int) -> Recording:
+    """Do as :func:`whole_prompt` by the step of one token of each of many sequences, see :mod:`.token_rows`.
+
+    Args:
+        rows: number of sequences when it is recorded, of :func:`count_like`.
+
+    Raises:
+        Unrecordable: the step is not that of a token alone.
+    """
+    made = _passed(skeleton, lambda: record(skeleton, rows, 1))
+    check_rows(made)
+    return made
 
 
 def _checked(recording: Recording) -> Recording:

@@ -119,5 +119,5 @@ def test_gated_delta_step_names_the_fault():
         SPEC(*(torch.zeros(1, 3, 8) for _ in range(2)), *given[2:])
     with pytest.raises(OpInputError, match="state has dtype torch.float16, expected torch.float32"):
         SPEC(*given[:7], given[7].half(), given[8])
-    with pytest.raises(OpInputError, match=rf"expected \[batch, k_heads, 1 to {MAX_K_DIM}\]"):
+    with pytest.raises(OpInputError, match=rf"expected \[rows, k_heads, 1 to {MAX_K_DIM}\]"):
         SPEC(torch.zeros(1, 2, MAX_K_DIM + 1), *given[1:])

@@ -52,7 +52,9 @@ def test_short_convolution_reference_is_transformers(activation, dtype):
 
 def test_short_convolution_names_the_fault():
     x, state, weight = torch.zeros(2, 8), torch.zeros(2, 8, 4), torch.zeros(8, 4)
-    with pytest.raises(OpInputError, match=rf"expected \[batch, channels\] and \[channels, 1 to {MAX_WIDTH}\]"):
+    with pytest.raises(
+        OpInputError, match=rf"expected \[batch \* tokens, channels\] and \[channels, 1 to {MAX_WIDTH}\]"
+    ):
         SPEC(x, state, torch.zeros(8, MAX_WIDTH + 1))
     with pytest.raises(OpInputError, match=r"conv_state has shape \(2, 8, 3\), expected \(2, 8, 4\)"):
         SPEC(x, state[..., 1:].contiguous(), weight)

@@ -24,6 +24,21 @@ def unit_offset_layer_norm(
     return nn.functional.layer_norm(x, weight.shape, 1 + weight, bias, eps)
 
 
+def by_text(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return [batch, tokens, ...] of [batch * tokens, 1, ...]."""
+    return x.unflatten(0, (batch, -1)).flatten(1, 2)
+
+
+def by_row(x: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`by_text`."""
+    return x.flatten(0, 1)[:, None]
+
+
+def last_rows(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return the last row of each of so many sequences, [batch, ...], of [batch * tokens, ...]."""
+    return x.unflatten(0, (batch, -1))[:, -1]
+
+
 def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Put features side by side."""
     return torch.cat((q, k, v), dim=-1)
