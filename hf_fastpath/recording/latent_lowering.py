@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,14 +14,11 @@ from ..decode.lower.attend import attend_latents
 from ..ops.head_products import MAX_INPUTS
 from ..ops.latent_attention import MAX_RANK, MAX_ROPE_DIM
 
-if TYPE_CHECKING:
-    from .lowering import Lowering
-
 _aten = torch.ops.aten
 
 
 def latent_attend(
-    lowering: Lowering,
+    lowering: Any,
     call: Call,
     q: Any,
     states: Any,
@@ -33,7 +30,7 @@ def latent_attend(
     sin: Any = None,
     rotation: Rotation = Rotation.HALVES,
 ) -> Any:
-    """Emit what ``marks.latent_attend`` stands for."""
+    """Emit what ``marks.latent_attend`` stands for, by way of a ``lowering.Lowering``."""
     at, cache, attention = lowering.at, lowering.caches[layer], lowering.attentions[layer]
     fact, (_, rank), turned = lowering.recording.fact(call.arguments["q"]), attention.cache_shape, attention.value_dim
     new = lowering.pending.pop(layer, None)
@@ -56,7 +53,7 @@ def latent_attend(
     return lowering.by_row(lowering.emit(composed.latent_attention, **given, **seen))
 
 
-def _of_one_token(lowering: Lowering, fact, q, layer, weight, new, angles, seen) -> Any:
+def _of_one_token(lowering: Any, fact, q, layer, weight, new, angles, seen) -> Any:
     """Emit attention of one token as ops: queries at the latent, what they see of it, and the values of that."""
     batch, heads, _, dim = fact.shape
     emit, attention = lowering.emit, lowering.attentions[layer]

@@ -226,6 +226,7 @@ def test_a_list_that_is_wrong_reads_nothing(monkeypatch):
         return made
 
     monkeypatch.setattr(recorded_prompts, "whole_prompt", other)
+    monkeypatch.setattr(recorded_prompts, "whole_rows", None)
     with reads(monkeypatch) as shapes:
         for length in (9, 11, 40):
             assert_equal(ours, stock, ids_of(length))
