@@ -27,6 +27,7 @@ from hf_fastpath.recording.passes import (
     PASSES,
     axes,
     experts,
+    filled_memory,
     joined_products,
     masked_writes,
     modules,
@@ -1186,6 +1187,43 @@ def test_a_number_in_the_hosts_memory_is_copied_once():
     masked_writes.masked_writes(recording, model)
     (chosen,) = calls_of(recording, _aten.where.self)
     assert chosen.arguments["self"].is_meta and "index_put" not in names(recording)
+
+
+# ---- memory that is filled --------------------------------------------------------------------------------------
+
+
+def test_memory_that_one_write_fills_is_what_is_written():
+    """A loop over tokens writes each of them; a step has one."""
+
+    def step(m, x, positions, cache):
+        memory = torch.zeros_like(x).unflatten(-1, (2, -1))
+        for place in range(x.shape[1]):
+            memory[:, place] = x[:, place].sin().unflatten(-1, (2, -1))
+        return memory.flatten(2) * 2
+
+    recording, model = recorded(step)
+    assert "copy_" in names(recording)
+    assert_same(recording, model, [filled_memory.filled_memory])
+    assert not {"full_like", "zeros_like", "copy_"} & set(names(recording))
+
+
+@pytest.mark.parametrize("kind", ("a part", "read before", "written twice", "another type"))
+def test_memory_that_holds_more_stays(kind):
+    def step(m, x, positions, cache):
+        memory = torch.ones(*x.shape[:2], 1, x.shape[-1], dtype=torch.float64 if kind == "another type" else x.dtype)
+        before = memory * 3 if kind == "read before" else 0
+        if kind == "a part":
+            memory[:, 0, :, 1:] = x[:, :, 1:].sin()
+        else:
+            memory[:, 0] = x.sin()
+        if kind == "written twice":
+            memory[:, 0, :, :2] = x[:, :, :2].cos()
+        return (memory + before)[:, :, 0].to(x.dtype)
+
+    recording, model = recorded(step)
+    before = names(recording)
+    assert_same(recording, model, [filled_memory.filled_memory])
+    assert names(recording) == before
 
 
 # ---- what stands beside norms ---------------------------------------------------------------------------------------

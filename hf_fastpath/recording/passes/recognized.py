@@ -10,6 +10,7 @@ from . import (
     adapters,
     axes,
     experts,
+    filled_memory,
     gated_norms,
     late_sums,
     lengths,
@@ -80,6 +81,11 @@ RECOGNIZED: tuple[Pass, ...] = (
         masked_writes.masked_writes,
         "It finds `x[mask] = value`, and makes a choice between two tensors of it.",
         needed="PyTorch finds the places of a mask on the host, which a CUDA graph cannot hold",
+    ),
+    Pass(
+        "filled_memory",
+        filled_memory.filled_memory,
+        "It finds a write that fills new memory, and makes a view of what is written.",
     ),
     Pass(
         "module_formulas",
