@@ -1196,7 +1196,7 @@ def test_memory_that_one_write_fills_is_what_is_written():
     """A loop over tokens writes each of them; a step has one."""
 
     def step(m, x, positions, cache):
-        memory = torch.zeros_like(x).unflatten(-1, (2, -1))
+        memory = torch.zeros_like(x.unflatten(-1, (2, -1)))
         for place in range(x.shape[1]):
             memory[:, place] = x[:, place].sin().unflatten(-1, (2, -1))
         return memory.flatten(2) * 2
