@@ -192,7 +192,7 @@ class RecordedPrompts:
             return False
         if part.has_encoder or part.token_shape or not all(kind.keys or kind.states for kind in part.kinds):
             return False
-        if part.has_experts and rows > MAX_ROWS:
+        if part.gathers_experts and rows > MAX_ROWS:
             return False
         return all(window is None or length <= window for window in part.windows)
 
