@@ -304,7 +304,7 @@ class Lowering:
         return self.attention(self._times(queries, factor), **attend)
 
     def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
-        return self.emit(composed.run_experts, x=x, ids=ids, weights=weights, **arguments)
+        return self.to.experts(composed.run_experts, x=x, ids=ids, weights=weights, **arguments)
 
     def _routed_experts(self, call: Call, residual=None, **arguments) -> Any:
         others = dict(gate_up_bias=None, down_bias=None, transposed=False) | arguments

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..decode.lower.many_experts import most_sequences
 from ..decode.lower.which_op import Lower
 from ..decode.model.modules import model_code_reason, odd_module
 from ..decode.model.parts import HeadPart
@@ -18,7 +19,6 @@ from ..decode.run.program import Program
 from ..decode.sources.step_source import StepInputs
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
-from ..options import MAX_BATCH
 from ..reasons import Cause, class_name
 from . import marks
 from .arguments import described, hides_other_places, why_it_matters
@@ -173,6 +173,11 @@ class RecordedPart(WholeModel):
         return any(call.op in marks.EXPERTS for call in self.recording(1, 1).calls)
 
     @property
+    def gathers_experts(self) -> bool:
+        """Whether there is a copy of an expert's weights for each row that has chosen it."""
+        return any(call.op is marks.other_experts for call in self.recording(1, 1).calls)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(kind.window for kind in self.kinds)
 
@@ -190,7 +195,8 @@ class RecordedPart(WholeModel):
 
     @property
     def max_batch(self) -> int:
-        return MAX_ROWS if self.has_experts else MAX_BATCH
+        mixtures = (call.arguments for call in self.recording(1, 1).calls if call.op in marks.EXPERTS)
+        return MAX_ROWS if self.gathers_experts else most_sequences(mixtures)
 
     @functools.cached_property
     def rows(self) -> int:

@@ -145,7 +145,7 @@ class RecordedPrompts:
                     del self._rows_agree[key]
                 if not isinstance(error, Exception):
                     raise
-        return self._rows if self._rows_agree[key] and _serves(self._rows.served, past, count) else None
+        return self._rows if self._rows_agree.get(key) and _serves(self._rows.served, past, count) else None
 
     def _agree_by_rows(self, batch: int, begins: bool) -> bool:
         if not compat.is_all_known(self._part.module):  # other code may read long prompts by other rules than tokens
@@ -192,7 +192,7 @@ class RecordedPrompts:
             return False
         if part.has_encoder or part.token_shape or not all(kind.keys or kind.states for kind in part.kinds):
             return False
-        if part.has_experts and rows > MAX_ROWS:
+        if part.gathers_experts and rows > MAX_ROWS:
             return False
         return all(window is None or length <= window for window in part.windows)
 

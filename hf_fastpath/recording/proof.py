@@ -190,7 +190,7 @@ def difference_of_prompt(part: Any, batch: int, begins: bool, served: Served) ->
     """Do as :func:`difference` for a prompt of ``batch`` sequences, which begins the texts or not. The result is the
     larger one of what logits show and what all keys, values and states show in the mean."""
     past = 0 if begins else _BEFORE
-    least = max(2, MAX_ROWS // batch + int(not part.has_experts))  # more rows than kernels for a few take
+    least = max(2, MAX_ROWS // batch + int(not part.gathers_experts))  # more rows than kernels for a few take
     count = next(each for each in (least, *_MORE_TOKENS) if served.serves_prompt(past, each))
     trial, generator = _Trial(part), torch.Generator().manual_seed(0)
     tokens = torch.randint(part.vocab_size, (batch, past + count), generator=generator, device="cpu").to(trial.device)

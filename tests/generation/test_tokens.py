@@ -87,12 +87,12 @@ def test_outgrows_first_allocation(architecture, device):
 @over_architectures
 @pytest.mark.parametrize("batch", (17, 64))
 def test_large_batches_tokens_equal(batch, architecture, device):
-    """PyTorch's products serve more sequences than the ops for few rows take, unless MLPs are mixtures."""
+    """PyTorch's products serve more sequences than the ops for few rows take; on a GPU mixtures in float32 do not."""
     stock, ours = pair(architecture, device)
     inputs = left_padded(device, batch, 25)
     with counting(ours) as counts:
         found, expected = both(stock, ours, **inputs, **GREEDY)
-    takes = architecture not in ("gpt_oss", "mixtral", "olmoe", "qwen3_moe")
+    takes = device.type == "cpu" or architecture not in ("gpt_oss", "mixtral", "olmoe", "qwen3_moe")
     assert counts.fast == takes * batch * 20 and counts.reasons == ({} if takes else {"batch_size": 1})
     assert_same_tokens(found, expected, stock, inputs["attention_mask"])
 

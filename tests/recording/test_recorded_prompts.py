@@ -35,22 +35,26 @@ TYPES = {
     "glm4": "four norms in a layer, neighbors that turn together",
     "bert": "learned positions, an encoder that generates",
     "bloom": "attention of its own, with slopes",
-    "deepseek_v3": "latents, and experts for a few rows",
+    "deepseek_v3": "latents, and experts that are chosen by groups, beside one of all rows",
     "lfm2": "windows of convolutions",
     "minicpm3": "latents",
     "mpt": "attention of its own, with slopes and a table of them",
     "falcon_h1": "states beside attention",
-    "granitemoehybrid": "states, and experts for a few rows",
+    "granitemoehybrid": "states, and experts",
     "mamba": "states of one head",
     "mamba2": "states alone",
     "qwen3_5_text": "states of a delta net",
     "xglm": "positions of sines that are looked up",
 }
-EXPERTS = {"deepseek_v3", "granitemoehybrid"}
+#: mixtures: of softmax and sigmoid, with biases, groups, factors and shared experts, and of experts without weights
+MIXTURES = (
+    *("aria_text", "deepseek_v2", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared"),
+    *("hunyuan_v1_moe", "longcat_flash", "minimax_m2", "phimoe", "qwen2_moe", "qwen3_next", "sarvam_moe", "solar_open"),
+)
 #: types whose forward reads tokens otherwise that do not fill a convolution's window
 STATES = {"lfm2"}
 #: types in which attention alone sees padding
-PADDED = {"bert", "glm4", "minicpm3", "mpt", "xglm"}
+PADDED = {"bert", "deepseek_v3", "glm4", "minicpm3", "mpt", "xglm"}
 #: numbers of tokens beside those with which prompts are recorded, and around chunks of states
 LENGTHS = (1, 3, 8, 9, 16, 17, 29, 64, 65)
 
@@ -119,10 +123,36 @@ def test_lengths(name, monkeypatch):
     for length in LENGTHS:
         with reads(monkeypatch) as shapes:
             assert_equal(ours, stock, ids_of(length))
-        if length <= 16 or name not in EXPERTS:
-            assert shapes == [(1, length)] or name in STATES, length
-            read += shapes
+        assert shapes == [(1, length)] or name in STATES, length
+        read += shapes
     assert len(read) > 3
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures(name, monkeypatch):
+    """Prompts of more rows than the ops for experts take have stock's tokens, and its logits but for rounding."""
+    require_native(CPU)
+    stock = small_model(name)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    how = GREEDY | dict(return_dict_in_generate=True, output_logits=True)
+    for length, batch in ((5, 1), (16, 1), (17, 2), (17, 2), (40, 1)):
+        ids = ids_of(length, batch)
+        with reads(monkeypatch) as shapes:
+            found = ours.generate(ids, **how)
+        expected = stock.generate(ids, **how)
+        assert torch.equal(found.sequences, expected.sequences), length
+        torch.testing.assert_close(found.logits[0], expected.logits[0], rtol=1e-3, atol=1e-3)
+    assert shapes == [(1, 40)]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_many_sequences_of_mixtures(name):
+    """Steps of more sequences than the ops for experts take run by our loop, with stock's tokens."""
+    require_native(CPU)
+    stock = small_model(name)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for batch in (17, 64):
+        assert_equal(ours, stock, ids_of(6, batch))
 
 
 def test_more_layers_than_tokens_are_recorded(monkeypatch):

@@ -200,7 +200,7 @@ def model_reason(state: Patched, part: StepSource | None, input_ids: torch.Tenso
     reason = state.plans.reason_of(part) or _cache_reason(part, cache, input_ids)
     reason = reason or part.proof_reason(state.plans, len(input_ids))
     if reason is None and (batch := input_ids.shape[0]) > part.max_batch:
-        return Cause("batch_size", f"{batch} sequences, {part.max_batch} at most where MLPs are mixtures")
+        return Cause("batch_size", f"{batch} sequences, {part.max_batch} at most of this mixture")
     return reason
 
 

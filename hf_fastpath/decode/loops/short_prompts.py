@@ -18,6 +18,7 @@ from ...cache.fastpath_cache import FastpathCache
 from ...ops.kv_cache import KVCache
 from ..calls.named_calls import Call, registers_in
 from ..lower.attend import Attention
+from ..lower.many_experts import waits_for_choice
 from ..plans.angles import angles_at, has_angles
 from ..run import graph
 from ..sources.step_source import StepSource
@@ -82,7 +83,7 @@ class ShortPrompts:
         num_bytes: of its keys and values.
 
     Raises:
-        Unfit: the calls take more than the last token from the end.
+        Unfit: the calls take more than the last token from the end, or wait for what the GPU has computed.
     """
 
     def __init__(self, part: StepSource, program: PromptProgram, batch: int, length: int, like: Sequence[Any]):
@@ -101,6 +102,8 @@ class ShortPrompts:
         self.num_bytes = _bytes_of(like, length)
         for call in program.program.calls:
             _refuse_counting(call, program.size_registers)
+            if waits_for_choice(call):
+                raise Unfit("experts that the host waits for")
         last = program.program.register()
         _take_from(program.program.calls, last)
         self._given = [(last, self._last)]

@@ -1,8 +1,9 @@
-"""What steps are made of, and what there are several ops for: products, gated MLPs, projections, attention."""
+"""What steps are made of, and what there are several ops for: products, gated MLPs, projections, attention and
+experts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -91,3 +92,16 @@ class Scores:
     cache: KVCache
     new: KVCache | None
     seen: dict[str, Any]
+
+
+@dataclass
+class Mixture:
+    """Experts of which each row has chosen some.
+
+    Attributes:
+        op: for a few rows: ``ops.routed_experts``, or what is composed of ``ops.fused_experts``.
+        given: its arguments but ``programmatic_launch``.
+    """
+
+    op: Callable[..., Any]
+    given: dict[str, Any]

@@ -21,12 +21,12 @@ from ...ops.joined_gemv import MAX_WEIGHTS
 from ...ops.kv_cache import KVCache
 from ...ops.lora_down import MAX_RANKS
 from ...quantization import PackedWeight
-from ..calls.named_calls import Emit, HeadNorms, Norm
+from ..calls.named_calls import Emit, HeadNorms, Norm, parameters
 from ..model.weight import AdaptedWeight, Adapters, PlainWeight, Weight, joined
 from ..ranks.rank_calls import Shard, gathered, own_inputs, summed
-from . import composed, many_rows
+from . import composed, many_experts, many_rows
 from .attend import attend
-from .formulas import Gated, Product, Queries, Scores
+from .formulas import Gated, Mixture, Product, Queries, Scores
 
 
 class Route(NamedTuple):
@@ -144,9 +144,9 @@ class Lower:
         """Emit attention over a cache, see :class:`Scores`."""
         return self._by(ATTENTION, Scores(q, cache, new, seen))
 
-    def experts(self, op: Any = ops.routed_experts.overload, **arguments: Any) -> Any:
-        """Emit ``ops.routed_experts``, or an op that is called as it is."""
-        return self.emit(op, **arguments, programmatic_launch=self.early)
+    def experts(self, op: Any = ops.routed_experts.overload, **given: Any) -> Any:
+        """Emit a :class:`Mixture`."""
+        return self._by(EXPERTS, Mixture(op, given))
 
     def normed(self, x: Any, norm: Norm, residual: Any = None, factor: Any = None, is_early: bool | None = None) -> Any:
         """Emit ``factor * (residual + norm(x))``.
@@ -186,7 +186,7 @@ class Lower:
         added = dict(weights=adapters.up, scales=adapters.scales, firsts=adapters.firsts)
         if self.many or not adapters.are_alike or sum(map(len, adapters.down)) > MAX_RANKS:
             out = base()
-            given = dict(x=self._input(Product(x, PlainWeight(adapters.down[0]), norm=norm)), down=adapters.down)
+            given = dict(x=self._input(x, norm), down=adapters.down)
             return self.emit(many_rows.with_adapters, base=out, **given, **added, **behind)
         how = dict(programmatic_launch=self.early)
         hidden = self.emit(ops.lora_down.overload, x=x, weights=adapters.down, norm=norm, **how)
@@ -210,16 +210,15 @@ class Lower:
                 return route.make(self, asked)
         return None
 
-    def _input(self, asked: Product) -> Any:
-        """Return the product's input behind its norm; products in a row that take the same input share the result."""
-        norm: Norm | None = asked.norm
+    def _input(self, x: Any, norm: Norm | None) -> Any:
+        """Return an input behind its norm; what takes the same input in a row shares the result."""
         if norm is None:
             self._shared = None, None, None  # the next norm is of another input
-            return asked.x
+            return x
         known_x, known_norm, normed = self._shared
-        if asked.x is not known_x or norm.key != known_norm:
-            normed = self.normed(asked.x, norm, is_early=False)
-            self._shared = asked.x, norm.key, normed
+        if x is not known_x or norm.key != known_norm:
+            normed = self.normed(x, norm, is_early=False)
+            self._shared = x, norm.key, normed
         return normed
 
     def _of_few(self, op: Any, asked: Product, **weight: Any) -> Any:
@@ -234,19 +233,23 @@ class Lower:
         return self._of_few(ops.packed_gemv, asked, packed=asked.weight)
 
     def _packed_gemm(self, asked: Product[PackedWeight]) -> Any:
-        out = self.emit(ops.packed_gemm.overload, x=self._input(asked), packed=asked.weight, bias=asked.bias)
+        out = self.emit(
+            ops.packed_gemm.overload, x=self._input(asked.x, asked.norm), packed=asked.weight, bias=asked.bias
+        )
         if asked.activation == Activation.NONE and asked.residual is None:
             return out
         return self.emit(many_rows.finished, out=out, residual=asked.residual, activation=asked.activation)
 
     def _dequantized(self, asked: Product[PackedWeight]) -> Any:
         behind = dict(bias=asked.bias, residual=asked.residual, activation=asked.activation)
-        return self.emit(many_rows.dequantized_product, x=self._input(asked), packed=asked.weight, **behind)
+        return self.emit(
+            many_rows.dequantized_product, x=self._input(asked.x, asked.norm), packed=asked.weight, **behind
+        )
 
     def _dense(self, op: Any, asked: Product[PlainWeight]) -> Any:
         weight = dict(weight=asked.weight.matrix, bias=asked.bias, transposed=asked.weight.transposed)
         behind = dict(residual=asked.residual, activation=asked.activation)
-        return self.emit(op, x=self._input(asked), **weight, **behind)
+        return self.emit(op, x=self._input(asked.x, asked.norm), **weight, **behind)
 
     def _gated_in_one(self, asked: Gated[PlainWeight]) -> Any:
         how = dict(activation=asked.activation, norm=asked.norm, programmatic_launch=self.early)
@@ -298,11 +301,27 @@ class Lower:
 
     def _attend_over_new(self, asked: Scores) -> Any:
         assert asked.new is not None, "the row takes no others"
-        new = dict(k=asked.new.k, v=asked.new.v)
-        return self._over_cache(ops.quantizing_attention, asked, **new)
+        return self._over_cache(ops.quantizing_attention, asked, k=asked.new.k, v=asked.new.v)
 
     def _over_cache(self, op: Any, asked: Scores, **new: Any) -> Any:
         return self.emit(op.overload, q=asked.q, **new, cache=asked.cache, **asked.seen, programmatic_launch=self.early)
+
+    def _experts_of_few(self, asked: Mixture) -> Any:
+        how = dict(programmatic_launch=self.early) if "programmatic_launch" in parameters(asked.op) else {}
+        return self.emit(asked.op, **asked.given, **how)
+
+    def _experts_of_many(self, asked: Mixture) -> Any:
+        given = dict(asked.given)
+        x = self._input(given.pop("x"), given.pop("norm", None))
+        gate, up, down, shut = (given.pop(name, None) for name in many_experts.OF_SHARED)
+        product = ops.gemm.overload if self.runs_on(given["down_weight"]) in ops.gemm.native else many_rows.linear
+        made = self.emit(many_experts.OF_MANY[asked.op], x=x, product=product, **given)
+        if gate is None:
+            return made
+        hidden = self.gated(x, PlainWeight(gate), PlainWeight(up), given["activation"])
+        if shut is not None:
+            hidden = self.emit(ops.fused_swiglu.overload, gate=shut, up=hidden, activation=Activation.SIGMOID)
+        return self.product(hidden, PlainWeight(down), residual=made)
 
 
 def _has_adapters(*weights: Weight) -> bool:
@@ -336,9 +355,7 @@ PRODUCTS: tuple[Route, ...] = (
 GATED: tuple[Route, ...] = (
     Route("products, and lora_up", lambda to, asked: _has_adapters(asked.gate, asked.up), Lower._gated_adapted),
     Route("packed_gemv_swiglu", lambda to, asked: asked.together is not None and not to.many, Lower._gated_in_one),
-    Route(
-        "one product, and fused_swiglu of its halves", lambda to, asked: asked.together is not None, Lower._gated_halves
-    ),
+    Route("product, and fused_swiglu of its halves", lambda to, asked: asked.together is not None, Lower._gated_halves),
     Route(
         "gemv_swiglu",
         lambda to, asked: (
@@ -375,4 +392,9 @@ ATTENTION: tuple[Route, ...] = (
     ),
     Route("quantizing_attention", lambda to, asked: asked.new is not None, Lower._attend_over_new),
     Route("decode_attention", lambda to, asked: True, lambda to, asked: to._over_cache(ops.decode_attention, asked)),
+)
+#: experts, see :class:`Mixture`
+EXPERTS: tuple[Route, ...] = (
+    Route("routed_experts, or fused_experts", lambda to, asked: to.rows <= MAX_ROWS, Lower._experts_of_few),
+    Route("choose_experts, and products of each expert's rows", lambda to, asked: True, Lower._experts_of_many),
 )

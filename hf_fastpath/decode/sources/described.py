@@ -10,9 +10,8 @@ from torch import nn
 
 from ...architecture import Architecture
 from ...compat import LayerKind, layer_windows
-from ...ops.gemv import MAX_ROWS
-from ...options import MAX_BATCH
 from ...reasons import Cause
+from ..lower.many_experts import most_sequences
 from ..lower.which_op import Lower
 from ..model.modules import found_at
 from ..model.parts import HeadPart, MoEPart
@@ -63,7 +62,8 @@ class DescribedPart(ModelPart):
 
     @property
     def max_batch(self) -> int:
-        return MAX_ROWS if any(isinstance(layer.mlp, MoEPart) for layer in self.layers) else MAX_BATCH
+        mixtures = (layer.mlp for layer in self.layers if isinstance(layer.mlp, MoEPart))
+        return most_sequences(dict(zip(("gate_up_weight", "down_weight"), each.stacks())) for each in mixtures)
 
     @property
     def learned_positions(self) -> tuple[int, int] | None:

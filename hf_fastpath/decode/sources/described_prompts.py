@@ -9,7 +9,6 @@ import torch
 from ...cache.fastpath_cache import FastpathCache
 from ..lower.attend import has_tensor_cores
 from ..lower.which_op import Lower
-from ..model.parts import MoEPart
 from ..model.structure import ModelPart
 from ..run.program import Program
 from . import steps
@@ -28,7 +27,7 @@ class DescribedPrompts:
 
     def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Any:
         """Return the model, or None: ops do not read a prompt if attention is more than softmax and no kernel does
-        that, if a window ends inside the prompt, if MLPs are mixtures, or if layers are on several devices."""
+        that, if a window ends inside the prompt, or if layers are on several devices."""
         return self._part if self._are_read(device, past + shape[1]) else None
 
     def _are_read(self, device: torch.device, length: int) -> bool:
@@ -37,8 +36,6 @@ class DescribedPrompts:
             return False
         for layer in part.layers:
             attention = layer.attention
-            if isinstance(layer.mlp, MoEPart):
-                return False
             if attention.softcap or attention.sinks is not None:
                 if not has_tensor_cores(device, part.embedding.weight.dtype, attention.head_dim):
                     return False
