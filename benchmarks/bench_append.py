@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with announced(f"making a random {given.model} of each type"):
         models = {name: shapes.build_model(given.model, device, DTYPES[name]) for name in given.dtype}
         buffer = read_buffer(device)
-    known = measure.environment(device) | {"isa": os.environ.get("HF_FASTPATH_CPU_ISA", "")}
+    known = measure.environment(device) | {"isa": os.environ.get("HF_FASTPATH_CPU", "")}
     print(f"{known['device']}: torch {torch.__version__}; kernels {status}", flush=True)
 
     seen: dict[tuple[str, str, int, str], list[float]] = {}

@@ -148,7 +148,7 @@ def test_objects_follow_what_they_are_made_of(few, compiler, monkeypatch, tmp_pa
 def test_included_files_are_those_that_the_compiler_reads(name):
     csrc = build.source_dir()
     (source,) = csrc.glob(f"*/{name}")
-    flags = next(flags for end, flags in build.CPU_FLAGS.items() if name.endswith(end)).split()
+    flags = next(flags for end, flags in build.feature_flags().items() if name.endswith(end)).split()
     said = subprocess.run(["g++", "-MM", f"-I{csrc}", *flags, str(source)], capture_output=True, text=True, check=True)
     read = {Path(word).resolve() for word in said.stdout.replace("\\\n", " ").split()[1:]}
     assert len(read) > 1 and read <= set(build.included(source))

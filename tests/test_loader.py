@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hf_fastpath
-from hf_fastpath.native import build, build_cache, loader, toolchain
+from hf_fastpath.native import build, build_cache, cpu, loader, toolchain
 
 SCRIPT = """
 import copy, json, sys
@@ -85,6 +85,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "cache_dir", lambda target, archs=(): tmp_path / "cache" / "key")
     made = Fakes()
     monkeypatch.setattr(loader.torch.ops, "load_library", made.load)
+    monkeypatch.setattr(cpu, "choice", lambda library: cpu.CpuChoice((), (), (), "generic"))
     monkeypatch.setattr(build, "build", made.build)
     return made
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/cpu_features.h"
 #include "common/dtype.h"
 
 namespace hf_fastpath {
@@ -19,15 +20,8 @@ constexpr int64_t kCacheLineBytes = 64;
 
 HF_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Whether the CPU's own prefetchers follow a few streams of memory on and on, as AMD's do: what is asked for
-// a page ahead is in their way there. Intel's stop at the end of a page.
-HF_INLINE bool follows_streams() {
-  static const bool value = __builtin_cpu_is("amd");
-  return value;
-}
-
-// Bytes ahead in a stream that a kernel asks for what it will read, and where the CPU does not follow it.
-HF_INLINE int64_t read_ahead_bytes(int64_t unfollowed = 2048) { return follows_streams() ? 256 : unfollowed; }
+// Bytes ahead in a stream that a kernel asks for what it will read, at most `most` of them.
+HF_INLINE int64_t read_ahead_bytes(int64_t most = 2048) { return min_of(cpu_tuning().prefetch_bytes, most); }
 
 HF_INLINE float half_to_float(uint16_t bits) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))); }
 

@@ -1,12 +1,6 @@
-// What the CPU glue files share: the choice of instruction set, threads, scratch memory.
+// What the CPU glue files share: features of the CPU, threads, scratch memory.
 // Torch-facing; included by *_cpu.cpp only.
 #pragma once
-
-#include <cpuid.h>
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
@@ -16,75 +10,26 @@
 #include <new>
 #include <optional>
 
+#include "common/cpu_features.h"
 #include "common/rows_glue.h"
 #include "common/torch_glue.h"
 
 namespace hf_fastpath {
 
-// The most that HF_FASTPATH_CPU_ISA lets kernels use, so that others can be tested on any machine. Read once.
-enum class IsaLimit { kBaseline, kAvx2, kAvx512, kNone };
+// Whether kernels that need these features may run here. The compiler sees which ones no CPU of its
+// architecture has, and leaves out what would call their kernels.
+inline bool may_run(CpuFeatures needs) { return (needs & ~kArchitecture) == 0 && cpu_has(needs); }
 
-inline IsaLimit isa_limit() {
-  static const IsaLimit value = [] {
-    const char* wanted = std::getenv("HF_FASTPATH_CPU_ISA");
-    if (wanted == nullptr) return IsaLimit::kNone;
-    if (std::strcmp(wanted, "baseline") == 0) return IsaLimit::kBaseline;
-    if (std::strcmp(wanted, "avx2") == 0) return IsaLimit::kAvx2;
-    return std::strcmp(wanted, "avx512") == 0 ? IsaLimit::kAvx512 : IsaLimit::kNone;
-  }();
-  return value;
-}
-
-// True when the AVX2 kernels may run here. Decided once.
-inline bool use_avx2() {
-  static const bool value = isa_limit() >= IsaLimit::kAvx2 && __builtin_cpu_supports("avx2") &&
-                            __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  return value;
-}
-
-// The same of the AVX-512 kernels.
-inline bool use_avx512() {
-  static const bool value = isa_limit() >= IsaLimit::kAvx512 && use_avx2() &&
-                            __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return value;
-}
-
-// A bit of what CPUID says in leaf 7; output 0 to 3: eax, ebx, ecx, edx.
-inline bool cpuid_bit(unsigned subleaf, int output, int bit) {
-  unsigned found[4] = {};
-  __get_cpuid_count(7, subleaf, &found[0], &found[1], &found[2], &found[3]);
-  return (found[output] >> bit & 1u) != 0;
-}
-
-// True when this process may use the tiles of AMX, with products of bfloat16, and AVX-512 has arithmetic in
-// float16, as it has in all these CPUs. Asks Linux for them.
-inline bool use_amx() {
-#ifdef __linux__
-  constexpr int kTiles = 24, kBf16 = 22, kFloat16 = 23;
-  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool value = use_avx512() && isa_limit() == IsaLimit::kNone && cpuid_bit(0, 3, kTiles) &&
-                            cpuid_bit(0, 3, kBf16) && cpuid_bit(0, 3, kFloat16) &&
-                            syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  return value;
-#else
-  return false;
-#endif
-}
+inline bool use_avx2() { return may_run(kAvx2); }
+inline bool use_avx512() { return may_run(kAvx512); }
+inline bool use_avx512_vnni() { return may_run(kVnni); }
+inline bool use_amx() { return may_run(kAmxBf16); }
 
 // Whether *_amx_avx512_bf16.cpp takes x of this type.
-inline bool use_amx_products(DType dtype) {
-  static const bool usable = use_amx() && __builtin_cpu_supports("avx512bf16");
-  return usable && dtype != DType::kFloat32;
-}
+inline bool use_amx_products(DType dtype) { return dtype != DType::kFloat32 && may_run(kAmxBf16 | kBf16Dot); }
 
-// Whether pairs of bfloat16 are multiplied in less time than they are widened: not by Intel's CPUs, which
-// issue half as many of these instructions as of FMAs, but have AMX.
-inline bool use_bf16_products() {
-  static const bool value = use_avx512() && isa_limit() == IsaLimit::kNone &&
-                            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
-  return value;
-}
+// Whether pairs of bfloat16 are multiplied in less time than they are widened.
+inline bool use_bf16_products() { return may_run(kBf16Dot) && cpu_tuning().prefers_bf16_dot; }
 
 // Number of parts a call of `work` units is worth: one a thread of ATen's pool, but none below
 // `work_per_part`, since waking a thread costs a few microseconds.

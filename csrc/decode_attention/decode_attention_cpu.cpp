@@ -108,12 +108,6 @@ constexpr int64_t kMergeFloatsPerPart = 64 * 1024;
 // Below this many positions a query is not worth its steps.
 constexpr int64_t kMinStepPositions = 64;
 
-bool use_avx512_vnni() {
-  static const bool has =
-      use_avx512() && isa_limit() == IsaLimit::kNone && __builtin_cpu_supports("avx512vnni");
-  return has;
-}
-
 // Queries [rows, head_dim] in 16-bit steps, and the size of each one's. False if one is not finite.
 bool queries_in_steps(const float* q, int64_t rows, int64_t head_dim, int16_t* steps, float* units) {
   constexpr float kMostSteps = 32767.0f, kRounding = 0x1.8p23f;  // adding it rounds to an integer

@@ -364,16 +364,11 @@ void run_widened(const GemmArgs& args, const RowView& x) {
 
 // ---- the op -------------------------------------------------------------------------------------------
 
-// Whether PyTorch's product of `dtype` is at least as fast as own kernels. In float32 that is MKL, on Intel's
-// CPUs: on an AMD EPYC it takes 1.9 to 2.5 times as long for 33 to 2048 rows, and 1.1 to 1.5 times as long as
-// own kernels of AVX2. Else it is oneDNN, where a CPU has faster products than float32's: AMX, or
-// use_bf16_products().
+// Whether PyTorch's product of `dtype` is at least as fast as own kernels. In float32 that is MKL; else it is
+// oneDNN, where a CPU has faster products than float32's: AMX, or use_bf16_products().
 bool torch_is_faster(DType dtype) {
-  if (dtype == DType::kFloat32) return !use_avx2() || __builtin_cpu_is("intel");
-  if (isa_limit() != IsaLimit::kNone || !__builtin_cpu_supports("avx512f")) return false;
-  static const bool float16 = cpuid_bit(1, 0, 21);                          // AMX-FP16
-  static const bool bfloat16 = cpuid_bit(0, 3, 22) || use_bf16_products();  // AMX-BF16
-  return dtype == DType::kFloat16 ? float16 : bfloat16;
+  if (dtype == DType::kFloat32) return !use_avx2() || !cpu_tuning().own_f32_gemm;
+  return dtype == DType::kFloat16 ? cpu_has(kAmxFp16) : cpu_has(kAmxBf16) || use_bf16_products();
 }
 
 }  // namespace

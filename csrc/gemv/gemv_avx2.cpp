@@ -23,8 +23,8 @@ struct Vector8 : Floats8 {
 
 // ---- Conv1D layout ------------------------------------------------------------------------------------
 
-constexpr int kStreams = 8;                 // weight rows read at once, each from its own piece of memory
-constexpr int64_t kUnfollowedBytes = 1024;  // of read_ahead_bytes()
+constexpr int kStreams = 8;                // weight rows read at once, each from its own piece of memory
+constexpr int64_t kMostAheadBytes = 1024;  // of read_ahead_bytes()
 // Float32 sums one pass keeps: half of a 48 KiB first-level cache.
 constexpr int64_t kPassFloats = 6144;
 // Outputs merged before bias and activation are applied to them.
@@ -79,7 +79,7 @@ void axpy_streams(const LinearArgs& args, int64_t k, int64_t length, int64_t n_b
                   float* accumulators, int64_t stride) {
   using Storage = typename Element::Storage;
   constexpr int64_t kLine = kCacheLineBytes / static_cast<int64_t>(sizeof(Storage));
-  const int64_t ahead = read_ahead_bytes(kUnfollowedBytes) / static_cast<int64_t>(sizeof(Storage));
+  const int64_t ahead = read_ahead_bytes(kMostAheadBytes) / static_cast<int64_t>(sizeof(Storage));
   const int64_t rows = args.rows;
   for (int64_t j = 0; j < length; ++j) {
     const Storage* w[kS];

@@ -310,7 +310,7 @@ void range_of(const PackedArgs& args, int64_t begin, int64_t end) {
     begin = streams<kS>(args, begin, end,
                         [&](const auto& row, const auto& y) { tile<Isa, kFormat, kS>(args, row, y); });
   };
-  if (kFormat != PackedFormat::kFp8 && args.rows == 1 && follows_streams()) {
+  if (kFormat != PackedFormat::kFp8 && args.rows == 1 && cpu_tuning().follows_streams) {
     as(Constant<kFollowedStreams>());
   } else {
     as(Constant<kStreams>());

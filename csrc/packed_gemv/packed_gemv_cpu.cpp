@@ -86,12 +86,6 @@ void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
 
 namespace {
 
-bool use_avx512_vnni() {
-  static const bool value =
-      use_avx512() && isa_limit() == IsaLimit::kNone && __builtin_cpu_supports("avx512vnni");
-  return value;
-}
-
 PackedGemv* kernel_for(const PackedArgs& args) {
   if (!use_avx2()) return packed_gemv_portable;
   // Also rows that have no steps, as they are not finite.

@@ -47,6 +47,7 @@ def info() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu_features": str(loader.cpu_choice() or ""),
         "cpu_threads": torch.get_num_threads(),
         "gpus": gpus,
         "kernels": {device: str(status) for device, status in loader.status().items()},
@@ -230,7 +231,10 @@ def _main(argv: Sequence[str] | None) -> int:
     if rest:
         command.error(f"unknown arguments: {' '.join(rest)}")
     if given.command == "info":
-        found = info()
+        try:
+            found = info()
+        except ValueError as error:  # a variable that has no valid value
+            parser.error(str(error))
         if given.json:
             print(json.dumps(found, indent=1))
         else:

@@ -34,6 +34,7 @@ if not __package__:  # as a script: the package would import torch, and modules 
 from ..progress import counted
 from . import build_cache, old_glibc, toolchain
 from .build_cache import description, locked, why_damaged
+from .compiler_output import first_error
 from .ptxas_report import write_ptxas_report
 from .toolchain import TARGETS, WHEEL_CUDA_ARCHS, BuildError, Toolchain, find_toolchain
 
@@ -41,12 +42,17 @@ __all__ = ["TARGETS", "WHEEL_CUDA_ARCHS", "BuildError", "build", "cache_dir", "d
 
 #: the oldest torch whose stable ABI the libraries use: 2.10
 TORCH_TARGET_VERSION = "0x020a000000000000"
-#: end of a CPU source's name -> its compiler flags; which source's code runs is decided at run time
+_AVX2 = "-mavx2 -mfma -mf16c"
+_AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+#: kind of processor -> end of a CPU source's name -> its compiler flags. Which source's code runs is decided at run
+#: time; other processors' sources are not compiled.
 CPU_FLAGS = {
-    "_avx2.cpp": "-mavx2 -mfma -mf16c",
-    "_avx512.cpp": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl",
-    "_avx512_bf16.cpp": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16",
-    "_avx512_vnni.cpp": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni",
+    "x86_64": {
+        "_avx2.cpp": _AVX2,
+        "_avx512.cpp": _AVX512,
+        "_avx512_bf16.cpp": f"{_AVX512} -mavx512bf16",
+        "_avx512_vnni.cpp": f"{_AVX512} -mavx512vnni",
+    },
 }
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -71,9 +77,14 @@ def library_name(target: str) -> str:
     return f"libhf_fastpath_{target}.so"
 
 
+def feature_flags() -> dict[str, str]:
+    """Return the ends of names of CPU sources that this machine's processors may run, with their compiler flags."""
+    return CPU_FLAGS.get(toolchain.processor(), {})
+
+
 def sources(target: str) -> list[Path]:
     """Return the source files of ``target``, sorted."""
-    patterns = ("*_cpu.cpp", *(f"*{end}" for end in CPU_FLAGS)) if target == "cpu" else ("*.cu", "*_cuda.cpp")
+    patterns = ("*_cpu.cpp", *(f"*{end}" for end in feature_flags())) if target == "cpu" else ("*.cu", "*_cuda.cpp")
     patterns += ("old_systems.cpp", "same_objects.cpp")
     return sorted(path for pattern in patterns for path in source_dir().glob(f"*/{pattern}"))
 
@@ -177,7 +188,7 @@ class _Plan:
         self.steps = []
         for source in sources(target):
             rule = "nvcc" if source.suffix == ".cu" else "cxx"
-            extra = next((flags for end, flags in CPU_FLAGS.items() if source.name.endswith(end)), "")
+            extra = next((flags for end, flags in feature_flags().items() if source.name.endswith(end)), "")
             digest = hashlib.sha256(repr((rule, nvcc if rule == "nvcc" else cxx, extra, versions)).encode())
             for path, content in sorted(included(source).items()):
                 digest.update(repr((path.relative_to(source_dir().resolve()).as_posix(), content)).encode())
@@ -244,30 +255,6 @@ def _run_ninja(folder: Path, jobs: int, advance: Callable[[int], None]) -> tuple
         raise
     finally:
         process.stdout.close()
-
-
-_ERRORS = (
-    r"^(?P<where>[^\s:]+:\d+):\d+: (?:fatal )?error: (?P<what>.*)",
-    r"^(?P<where>[^\s(]+)\((?P<line>\d+)\): (?:catastrophic )?error[^:]*: (?P<what>.*)",
-    r"^(?P<where>)\S*(?:cc|\+\+|clang|nvcc|ptxas)[\w-]*:? +(?:fatal error|fatal|error) *: (?P<what>.*)",
-    r"^(?P<where>).*?(?P<what>undefined reference to .*)",
-    r"^(?P<where>)\S*ld(?:\.\w+)?: (?P<what>.*)",
-    r"^(?P<where>).*?(?P<what>No space left on device|Permission denied|not found|Killed).*",
-)
-
-
-def first_error(said: str) -> str:
-    """Return the line of a compiler's output that says what is wrong, without folders of this machine."""
-    for pattern in _ERRORS:
-        if match := re.search(pattern, said, re.M):
-            where = "/".join(match["where"].split("/")[-2:])
-            where = f"{where}:{match['line']}" if "line" in match.groupdict() else where
-            what = match["what"].strip()
-            if "Killed" in what:
-                what += ": memory is short, MAX_JOBS=1 compiles one file at a time"
-            return f"{where}: {what}" if where else what
-    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("ninja:")]
-    return lines[-1][:200] if lines else "no output"
 
 
 def build(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .. import logs, switches
-from . import build, build_cache, toolchain
+from . import build, build_cache, cpu, toolchain
 from .toolchain import build_mode
 
 #: reason codes of a device without compiled kernels
@@ -199,8 +199,25 @@ def ensure(device: str, progress: Callable[[str], None] | None = logs.say) -> St
         What serves the device now.
 
     Raises:
-        ValueError: ``HF_FASTPATH_BUILD``, ``HF_FASTPATH_TARGETS`` or ``HF_FASTPATH_CUDA_ARCHS`` has no valid value.
+        ValueError: ``HF_FASTPATH_BUILD``, ``HF_FASTPATH_TARGETS``, ``HF_FASTPATH_CUDA_ARCHS`` or ``HF_FASTPATH_CPU``
+            has no valid value.
     """
+    status = _ensure(device, progress)
+    if device == "cpu":
+        cpu_choice()
+    return status
+
+
+def cpu_choice() -> cpu.CpuChoice | None:
+    """Return what the CPU kernels use of this CPU, or None if there are no CPU kernels.
+
+    Raises:
+        ValueError: ``HF_FASTPATH_CPU`` has no valid value.
+    """
+    return cpu.choice(Path(_status["cpu"].detail)) if is_native("cpu") else None
+
+
+def _ensure(device: str, progress: Callable[[str], None] | None) -> Status:
     if device not in _status:
         return _unknown(device)
     mode, targets, wanted = build_mode(), toolchain.wanted_targets(), toolchain.wanted_cuda_archs()

@@ -49,6 +49,12 @@ class Toolchain:
 # ---- platforms ---------------------------------------------------------------------------------------------
 
 
+def processor() -> str:
+    """Return the kind of this machine's processor: "x86_64", "aarch64", or what the system calls another."""
+    machine = platform.machine().lower()
+    return next((names[0] for names in (_X86_64, _AARCH64) if machine in names), machine)
+
+
 def unsupported_platform(target: str) -> str | None:
     """Return why there are no kernels of ``target`` for this operating system and processor; None if there are."""
     system, machine = platform.system(), platform.machine().lower()

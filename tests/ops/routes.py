@@ -16,7 +16,7 @@ from hf_fastpath.native import loader
 from hf_fastpath.registry import OpSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = "HF_FASTPATH_CPU_ISA"
+LIMIT = "HF_FASTPATH_CPU"
 
 over_instruction_sets = pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
 
