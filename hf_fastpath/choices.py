@@ -78,7 +78,7 @@ class Scoring(Choice):
 
 
 class PackedFormat(Choice):
-    """``PackedFormat`` of ``csrc/packed_gemv/packed_format.h``: the names are those of ``quantization.FORMATS``."""
+    """``PackedFormat`` of ``csrc/weights/packed_format.h``: the names are those of ``quantization.FORMATS``."""
 
     INT8 = 0
     FP8 = 1

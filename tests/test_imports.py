@@ -4,6 +4,7 @@ TYPE_CHECKING."""
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,27 @@ def test_folders_import_only_those_before_them(inside):
         line for (one, other), lines in found if {one, other} <= folders for line in lines if place[one] < place[other]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def includes_of_folders(files: dict[str, str]) -> dict[str, set[str]]:
+    """Return which folders the files of a folder include; ``files``: folder/name -> text."""
+    graph: dict[str, set[str]] = {}
+    for path, text in files.items():
+        folder = path.partition("/")[0]
+        named = re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', text, flags=re.M)
+        others = {name.partition("/")[0] for name in named if "/" in name}
+        graph.setdefault(folder, set()).update(others - {folder})
+    return {folder: others & set(graph) for folder, others in graph.items()}
+
+
+def test_no_folder_of_csrc_includes_itself_by_way_of_others():
+    csrc = ROOT / "csrc"
+    files = {str(path.relative_to(csrc)): path.read_text() for path in csrc.glob("*/*.*")}
+    graph = includes_of_folders(files)
+    assert len(graph) > 30 and sum(map(len, graph.values())) > 50
+    assert cycles(graph) == set()
+    circle = {"a/a.h": '#include "b/b.h"', "b/b.h": "// free", "b/c.cu": ' # include "a/a.h"\n#include "c.h"\n'}
+    assert cycles(includes_of_folders(circle)) == {("a", "b")}
 
 
 def test_a_cycle_is_found():

@@ -13,7 +13,7 @@
 #include "common/amx_tiles.h"
 #include "common/epilogue_avx2.h"
 #include "gemm/gemm_cpu.h"
-#include "packed_gemm/packed_dequantize_avx512.h"
+#include "weights/packed_dequantize_avx512.h"
 
 namespace hf_fastpath {
 namespace {
@@ -134,12 +134,12 @@ struct Plain {
 
 // A quantized weight; a unit is a row.
 template <class Element, PackedFormat kFormat>
-struct Packed : SumScaledWeight<kFormat> {
+struct Packed : SumScaledRows<kFormat> {
   static constexpr int kTerms = kFormat == PackedFormat::kFp8 ? 1 : kTermsOf<Element>;
   static constexpr bool kTransposed = false;
-  using Rows = PackedWeight<kFormat>;
+  using Rows = PackedRows<kFormat>;
 
-  HF_INLINE Packed of(const GemmArgs& args) { return {SumScaledWeight<kFormat>::of(*args.packed)}; }
+  HF_INLINE Packed of(const GemmArgs& args) { return {SumScaledRows<kFormat>::of(*args.packed)}; }
 
   HF_INLINE void stage(const Packed& weight, const Outputs& outputs, int64_t unit, int64_t k) {
     const int64_t row = outputs.row(unit), b = k / kPackedBlock;

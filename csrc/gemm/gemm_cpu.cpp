@@ -9,6 +9,7 @@
 #include "common/cpu_math.h"
 #include "gemm/gemm_glue_cpu.h"
 #include "gemv/gemv_glue_cpu.h"
+#include "weights/packed_tensors_cpu.h"
 
 namespace hf_fastpath {
 
@@ -41,12 +42,6 @@ constexpr int64_t kInputBytes = 16 << 20;
 constexpr int64_t kMinRows = 96;
 
 auto converter() { return use_avx2() ? convert_to_float_avx2 : convert_to_float_portable; }
-
-DequantizePacked* dequantizer(DType dtype) {
-  if (!use_avx2()) return dequantize_packed_portable;
-  return use_bf16_products() && dtype != DType::kFloat32 ? dequantize_packed_avx512_bf16
-                                                         : dequantize_packed_avx2;
-}
 
 // Rows [begin, end) of a weight, where a kernel that is given the whole weight looks for them.
 struct WeightRows {

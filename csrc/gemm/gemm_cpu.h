@@ -2,7 +2,8 @@
 // Experiments: docs/lab/gemm.md
 #pragma once
 
-#include "packed_gemv/packed_gemv_cpu.h"
+#include "common/amx_terms.h"
+#include "weights/packed_weight_cpu.h"
 
 namespace hf_fastpath {
 
@@ -23,10 +24,10 @@ struct GemmArgs {
   const void* weight;     // [out_features, in_features], or [in_features, out_features] if transposed
   int64_t weight_stride;  // elements between rows of the weight
   bool transposed;
-  const PackedArgs* packed;  // of what the weight, not transposed, is made, row by row; or null
-  const void* bias;          // [out_features] or null
-  const void* residual;      // [rows, out_features], contiguous, or null; added after the activation
-  void* out;                 // [rows, out_features], contiguous
+  const PackedWeight* packed;  // of what the weight, not transposed, is made, row by row; or null
+  const void* bias;            // [out_features] or null
+  const void* residual;        // [rows, out_features], contiguous, or null; added after the activation
+  void* out;                   // [rows, out_features], contiguous
   Activation activation;
 };
 

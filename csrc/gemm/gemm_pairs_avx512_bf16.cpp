@@ -11,7 +11,7 @@
 //   rows, 78 for 128, 82 for 192; Zen 5 (two), 75, 87 and 90.
 #include "common/epilogue_avx2.h"
 #include "gemm/gemm_cpu.h"
-#include "packed_gemm/packed_dequantize_avx512.h"
+#include "weights/packed_dequantize_avx512.h"
 
 namespace hf_fastpath {
 namespace {
@@ -56,10 +56,10 @@ struct Plain {
 };
 
 template <PackedFormat kFormat>
-struct Packed : SumScaledWeight<kFormat> {
-  using Rows = PackedWeight<kFormat>;
+struct Packed : SumScaledRows<kFormat> {
+  using Rows = PackedRows<kFormat>;
 
-  HF_INLINE Packed of(const GemmArgs& args) { return {SumScaledWeight<kFormat>::of(*args.packed)}; }
+  HF_INLINE Packed of(const GemmArgs& args) { return {SumScaledRows<kFormat>::of(*args.packed)}; }
   HF_INLINE void ask_for(const Packed& weight, int64_t row, int64_t b) {
     const uint8_t* quants = Rows::block(weight.rows, row, b);
     for (int64_t line = 0; line < Rows::kBytes; line += kCacheLineBytes) prefetch(quants + line);

@@ -9,8 +9,8 @@
 // Roofline: read bandwidth up to 16 rows of bfloat16, then issue: dequantizing takes 8 to 20 instructions for
 //   32 weights, beside one product of tiles a group of 16 rows, or three of float16.
 #include "common/amx_tiles.h"
-#include "packed_gemm/packed_dequantize_avx512.h"
 #include "packed_gemv/packed_gemv_block.h"
+#include "weights/packed_dequantize_avx512.h"
 
 namespace hf_fastpath {
 namespace {
@@ -32,7 +32,7 @@ struct Registers {
   static constexpr int kChains = kAccumulators <= 2 ? 2 : 1;
   static constexpr int64_t kBuffer = kStretches * kWeights * kAmxElements;
 
-  using Weight = PackedWeight<kFormat>;
+  using Weight = PackedRows<kFormat>;
 
   // Block b of rows n + [begin, end) to their places in the buffer. Rows behind the last are that again.
   HF_INLINE void dequantize(Weight weight, int64_t last, int64_t n, int64_t b, int begin, int end,
@@ -104,8 +104,8 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
   alignas(64) uint16_t buffer[2][Registers::kBuffer];
   alignas(64) float accumulators[Registers::kAccumulators * Registers::kChains][kAmxRows * kAmxRows];
   alignas(64) float y[kMaxPackedAmxRows * kRun];
-  const int64_t group = args.blocks * kStretches * kAmxElements;  // elements of x
-  const auto weight = Registers::Weight::of(args);
+  const int64_t group = args.weight.blocks * kStretches * kAmxElements;  // elements of x
+  const auto weight = Registers::Weight::of(args.weight);
   const int64_t last = end - 1;
   Fp8Values
       values;  // by itself, so that the compiler keeps it in registers: in a SumScaledWeight it does not
@@ -118,8 +118,8 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
     for_each_index(kEachAccumulator,
                    [&](auto sum) __attribute__((always_inline)) { zero_tile<sum.value>(); });
     const uint16_t* x = args.tiles;
-    for (int64_t b = 0; b < args.blocks; ++b, turn ^= 1) {
-      const bool same = b + 1 < args.blocks;
+    for (int64_t b = 0; b < args.weight.blocks; ++b, turn ^= 1) {
+      const bool same = b + 1 < args.weight.blocks;
       const int64_t then = same ? n : n + Registers::kRows, block = same ? b + 1 : 0;  // what is dequantized
       Registers::prefetch_scales(weight, n, b);
       for_each_index(Indices<int(kStretches)>(), [&](auto s) __attribute__((always_inline)) {
@@ -155,7 +155,7 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
       finite = (rows_of_x<false, kGroups>(of_tile, y) || !kInTwo) && finite;
       if constexpr (kFormat == PackedFormat::kFp8) {
         const auto mask = static_cast<__mmask16>((1u << count) - 1);
-        const __m512 scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, args.scales + first));
+        const __m512 scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, args.weight.scales + first));
         for (int64_t m = 0; m < args.rows; ++m) {
           _mm512_store_ps(y + m * kRun, _mm512_mul_ps(_mm512_load_ps(y + m * kRun), scales));
         }
@@ -204,7 +204,7 @@ void packed_tiles_amx(DType dtype, int64_t rows, int64_t width, const float* x, 
 bool packed_gemm_amx(const PackedArgs& args, int64_t begin, int64_t end) {
   const auto range = [&](auto element) {
     using Element = decltype(element);
-    switch (args.format) {
+    switch (args.weight.format) {
       case PackedFormat::kInt8:
         return range_in_tiles<Element, PackedFormat::kInt8>(args, begin, end);
       case PackedFormat::kFp8:

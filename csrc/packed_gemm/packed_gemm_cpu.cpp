@@ -23,7 +23,7 @@ int64_t most_packed_gemv_rows(DType dtype, PackedFormat format) {
 
 // Up to kMaxPackedAmxRows in tiles; false where that may be wrong. gemm's tiles take more.
 bool run_amx(PackedArgs args, const RowView& x) {
-  const int64_t width = args.blocks * kPackedBlock;
+  const int64_t width = args.weight.blocks * kPackedBlock;
   const int64_t tile_floats = packed_tile_elements(args.dtype, x.rows, width) / 2;
   float* const memory = scratch(tile_floats + x.rows * width);
   auto* const tiles = reinterpret_cast<uint16_t*>(memory);
@@ -40,8 +40,8 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   const char* op = "packed_gemm";
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "hf_fastpath::packed_gemm: x has no features");
   const RowView view = row_view(x);
-  const PackedTensors weight(raw_quants, raw_scales, raw_zeros);
-  PackedArgs packed = weight.args(view.columns, multiplier, format, op);
+  const PackedTensors tensors(raw_quants, raw_scales, raw_zeros);
+  const PackedWeight packed = tensors.weight(view.columns, multiplier, format, op);
 
   GemmArgs args{};
   args.dtype = dtype_of(x, op);
@@ -55,8 +55,9 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   const bool tiled =
       view.rows > kPackedRows && view.rows <= kMaxPackedAmxRows && use_amx_products(args.dtype);
   if (tiled) {
-    packed.dtype = args.dtype, packed.bias = args.bias, packed.out = args.out;
-    if (run_amx(packed, view)) return out;
+    PackedArgs call{};
+    call.weight = packed, call.dtype = args.dtype, call.bias = args.bias, call.out = args.out;
+    if (run_amx(call, view)) return out;
   }
   const bool by_packed_gemv = use_avx2() && view.rows <= most_packed_gemv_rows(args.dtype, packed.format);
   if (tiled || (by_packed_gemv && !takes_pairs(args, view.rows))) {
@@ -67,7 +68,7 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
       const int64_t rows = part_begin(view.rows, pieces, piece + 1) - first;
       const Tensor some = matrix(at(view.data, first * view.stride, args.dtype), args.dtype, rows,
                                  view.columns, view.stride, 1);
-      const Tensor made = packed_rows_cpu(some, weight.quants, weight.scales, weight.zeros, multiplier,
+      const Tensor made = packed_rows_cpu(some, tensors.quants, tensors.scales, tensors.zeros, multiplier,
                                           format, bias, std::nullopt, number_of(Activation::kNone));
       std::memcpy(at(args.out, first * args.out_features, args.dtype), made.const_data_ptr(),
                   rows * args.out_features * element_size(args.dtype));

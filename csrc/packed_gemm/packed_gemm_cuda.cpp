@@ -4,7 +4,7 @@
 
 #include "common/cuda_glue.h"
 #include "packed_gemm/packed_gemm.h"
-#include "packed_gemv/packed_gemv_glue.h"
+#include "weights/packed_weight_glue.h"
 
 namespace hf_fastpath {
 namespace {

@@ -71,10 +71,10 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
       for (int64_t m = 0; m < args.rows; ++m) each[r * kDequantizedRows + m] = _mm256_setzero_ps();
     }
   }
-  const int64_t ahead = read_ahead_bytes(), width = args.blocks * kPackedBlock;
+  const int64_t ahead = read_ahead_bytes(), width = args.weight.blocks * kPackedBlock;
   const int64_t groups = (args.rows + kMost - 1) / kMost;
-  for (int64_t b = 0; b < args.blocks; b += kBlocks) {
-    const int64_t blocks = min_of(kBlocks, args.blocks - b);
+  for (int64_t b = 0; b < args.weight.blocks; b += kBlocks) {
+    const int64_t blocks = min_of(kBlocks, args.weight.blocks - b);
     for (int r = 0; r < kS; ++r) {
       prefetch_quants(row[r].quants + b * kBytes + ahead, blocks * kBytes);
       for (int64_t i = 0; i < blocks; ++i) dequantize<kFormat>(row[r], b + i, weights[r] + i * kPackedBlock);
@@ -109,7 +109,7 @@ void float_range(const PackedArgs& args, int64_t begin, int64_t end) {
 }  // namespace
 
 void packed_floats_avx2(const PackedArgs& args, int64_t begin, int64_t end) {
-  switch (args.format) {
+  switch (args.weight.format) {
     case PackedFormat::kInt8:
       return float_range<PackedFormat::kInt8>(args, begin, end);
     case PackedFormat::kFp8:

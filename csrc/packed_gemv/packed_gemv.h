@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gemv/gemv.h"
-#include "packed_gemv/packed_format.h"
+#include "weights/packed_format.h"
 
 namespace hf_fastpath {
 

@@ -228,14 +228,14 @@ HF_INLINE __m256i split_steps_of_nibbles(const float* x, const float* inverse, i
 }  // namespace
 
 bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, float* sizes, float* offsets) {
-  const int64_t lanes = lanes_of(args.format);
-  const bool in_bytes = bits_of(args.format) == 8;
+  const int64_t lanes = lanes_of(args.weight.format);
+  const bool in_bytes = bits_of(args.weight.format) == 8;
   const int bits = in_bytes ? 15 : 14;  // 14: high bytes of split steps stay below 128
   for (int64_t b = 0; b < args.step_blocks; ++b, x += kPackedBlock) {
     float inverse[kStretches];
     alignas(16) float size[kStretches] = {};
     __m256i sum = _mm256_setzero_si256();
-    if (b < args.blocks) {
+    if (b < args.weight.blocks) {
       for (int64_t s = 0; s < kStretches; ++s) {
         if (!size_of(x + s * kStretch, bits, size[s], inverse[s])) return false;
       }

@@ -36,8 +36,8 @@ struct Row {
   const uint8_t* zeros;
 
   HF_INLINE Row of(const PackedArgs& args, int64_t n) {
-    return {args.quants + n * args.row_bytes(), args.scales + n * args.groups,
-            args.zeros != nullptr ? args.zeros + n * args.groups : nullptr};
+    return {args.weight.quants + n * args.weight.row_bytes(), args.weight.scales + n * args.weight.groups,
+            args.weight.zeros != nullptr ? args.weight.zeros + n * args.weight.groups : nullptr};
   }
 };
 
@@ -156,9 +156,9 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       }
     }
   };
-  for (int64_t begin = 0; begin < args.blocks; begin += kFactors) {
-    const int64_t end = min_of(args.blocks, begin + kFactors);
-    const int64_t base = args.blocks < kFactors ? 0 : min_of(begin, args.blocks - kFactors);
+  for (int64_t begin = 0; begin < args.weight.blocks; begin += kFactors) {
+    const int64_t end = min_of(args.weight.blocks, begin + kFactors);
+    const int64_t base = args.weight.blocks < kFactors ? 0 : min_of(begin, args.weight.blocks - kFactors);
     for (int r = 0; r < kS; ++r) {
       const auto* scales =
           reinterpret_cast<const char*>(row[r].scales + begin * (kHasFactors ? 1 : kStretches));
@@ -170,7 +170,8 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
         _mm_prefetch(reinterpret_cast<const char*>(row[r].zeros + begin + kScalesAheadBytes / 2),
                      _MM_HINT_T0);
       }
-      if constexpr (kHasFactors) fill<kFormat>(row[r], base, min_of(args.blocks, kFactors), factors[r]);
+      if constexpr (kHasFactors)
+        fill<kFormat>(row[r], base, min_of(args.weight.blocks, kFactors), factors[r]);
     }
     int64_t b = begin;
     for (; b + kUnit <= end; b += kUnit) unit(b, b - base, Constant<kUnit>());
@@ -194,7 +195,7 @@ constexpr int64_t kChain = 4 * kPackedBlock;
 
 template <class Isa, PackedFormat, int kS, int kM>
 void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* const* y) {
-  const int64_t width = args.blocks * kPackedBlock, ahead = read_ahead_bytes();
+  const int64_t width = args.weight.blocks * kPackedBlock, ahead = read_ahead_bytes();
   const float* x = args.x + first_row * width;
   typename Isa::Floats total[kS][kM], sum[kS][kM];
   for (int r = 0; r < kS; ++r) {
@@ -269,8 +270,8 @@ void finish(const PackedArgs& args, float* y, int64_t begin, int64_t count) {
   const auto* residual = static_cast<const Storage*>(args.residual);
   with_activation(args.activation, [&](auto tag) {
     for (int64_t m = 0; m < args.rows; ++m) {
-      const int64_t at = m * args.out_features + begin;
-      for (int64_t i = 0; i < kRun; ++i) y[m * kRun + i] *= args.multiplier;
+      const int64_t at = m * args.weight.out_features + begin;
+      for (int64_t i = 0; i < kRun; ++i) y[m * kRun + i] *= args.weight.multiplier;
       epilogue<Element, decltype(tag)::value>(y + m * kRun, nullptr, bias != nullptr ? bias + begin : nullptr,
                                               residual != nullptr ? residual + at : nullptr,
                                               static_cast<Storage*>(args.out) + at, count);
@@ -320,7 +321,7 @@ void range_of(const PackedArgs& args, int64_t begin, int64_t end) {
 
 template <class Isa>
 HF_INLINE void range(const PackedArgs& args, int64_t begin, int64_t end) {
-  switch (args.format) {
+  switch (args.weight.format) {
     case PackedFormat::kInt8:
       return range_of<Isa, PackedFormat::kInt8>(args, begin, end);
     case PackedFormat::kFp8:

@@ -1,58 +1,13 @@
 // packed_gemv on the CPU: checks, x as the kernels want it, threads, and the portable kernel.
-#include <cmath>
 #include <vector>
 
 #include "common/composed_ops.h"
 #include "common/cpu_glue.h"
-#include "common/cpu_math.h"
 #include "gemm/gemm_glue_cpu.h"
 #include "packed_gemv/packed_gemv_glue_cpu.h"
+#include "weights/packed_values_cpu.h"
 
 namespace hf_fastpath {
-namespace {
-
-float fp8_to_float(uint8_t bits) {
-  const float magnitude = to_float(Half{static_cast<uint16_t>((bits & 0x7f) << 7)}) * 256.0f;
-  return bits & 0x80 ? -magnitude : magnitude;
-}
-
-// The weight at `place` of block b, but for the scale of its group and the multiplier.
-float step_at(const PackedArgs& args, int64_t n, int64_t b, int64_t place) {
-  const uint8_t* quants = args.quants + n * args.row_bytes() + b * kPackedBlock * bits_of(args.format) / 8;
-  switch (args.format) {
-    case PackedFormat::kInt8:
-      return static_cast<float>(static_cast<int8_t>(quants[place]));
-    case PackedFormat::kFp8:
-      return fp8_to_float(quants[place]);
-    default: {
-      const int quant = quants[place / 2] >> place % 2 * 4 & 15;
-      return static_cast<float>(quant - (args.zeros != nullptr ? args.zeros[n * args.groups + b] : 8));
-    }
-  }
-}
-
-// With the scale.
-float scaled_at(const PackedArgs& args, int64_t n, int64_t b, int64_t place) {
-  const int64_t group = group_of(args.format, b, weight_at(args.format, place) / kStretch);
-  return step_at(args, n, b, place) * to_float(Half{args.scales[n * args.groups + group]});
-}
-
-}  // namespace
-
-void dequantize_packed_portable(const PackedArgs& args, int64_t in_features, DType dtype, int64_t begin,
-                                int64_t end, void* to) {
-  with_storage(dtype, [&](auto* tag) {
-    auto* out = static_cast<decltype(tag)>(to);
-    for (int64_t n = begin; n < end; ++n, out += in_features) {
-      for (int64_t b = 0; b < args.blocks; ++b) {
-        for (int64_t place = 0; place < kPackedBlock; ++place) {
-          const int64_t k = b * kPackedBlock + weight_at(args.format, place);
-          if (k < in_features) from_float(scaled_at(args, n, b, place) * args.multiplier, out + k);
-        }
-      }
-    }
-  });
-}
 
 void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
   float weights[kPackedBlock];
@@ -60,12 +15,12 @@ void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
     using T = std::remove_pointer_t<decltype(tag)>;
     for (int64_t n = begin; n < end; ++n) {
       float accumulators[kPackedRows] = {};
-      for (int64_t b = 0; b < args.blocks; ++b) {
+      for (int64_t b = 0; b < args.weight.blocks; ++b) {
         for (int64_t place = 0; place < kPackedBlock; ++place) {
-          weights[place] = scaled_at(args, n, b, place);
+          weights[place] = scaled_at(args.weight, n, b, place);
         }
         for (int64_t m = 0; m < args.rows; ++m) {
-          const float* x = args.x + (m * args.blocks + b) * kPackedBlock;
+          const float* x = args.x + (m * args.weight.blocks + b) * kPackedBlock;
           float sum[8] = {};
           for (int64_t i = 0; i < kPackedBlock; ++i) sum[i % 8] += weights[i] * x[i];
           accumulators[m] +=
@@ -73,10 +28,10 @@ void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
         }
       }
       for (int64_t m = 0; m < args.rows; ++m) {
-        float value = accumulators[m] * args.multiplier;
+        float value = accumulators[m] * args.weight.multiplier;
         if (args.bias != nullptr) value += to_float(static_cast<const T*>(args.bias)[n]);
         value = activate(args.activation, value);
-        const int64_t at = m * args.out_features + n;
+        const int64_t at = m * args.weight.out_features + n;
         if (args.residual != nullptr) value += to_float(static_cast<const T*>(args.residual)[at]);
         from_float(value, static_cast<T*>(args.out) + at);
       }
@@ -89,8 +44,8 @@ namespace {
 PackedGemv* kernel_for(const PackedArgs& args) {
   if (!use_avx2()) return packed_gemv_portable;
   // Also rows that have no steps, as they are not finite.
-  const bool in_steps = args.steps != nullptr || args.format == PackedFormat::kFp8;
-  if (!in_steps || takes_floats(args.dtype, args.format, args.rows)) return packed_floats_avx2;
+  const bool in_steps = args.steps != nullptr || args.weight.format == PackedFormat::kFp8;
+  if (!in_steps || takes_floats(args.dtype, args.weight.format, args.rows)) return packed_floats_avx2;
   if (!use_avx512()) return packed_gemv_avx2;
   return use_avx512_vnni() ? packed_gemv_avx512_vnni : packed_gemv_avx512;
 }
@@ -128,12 +83,13 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
                        int64_t activation) {
   const char* op = "packed_gemv";
   const RowView view = row_view(x);
-  const PackedTensors weight(raw_quants, raw_scales, raw_zeros);
-  PackedArgs args = weight.args(view.columns, multiplier, format, op);
+  const PackedTensors tensors(raw_quants, raw_scales, raw_zeros);
+  PackedArgs args{};
+  args.weight = tensors.weight(view.columns, multiplier, format, op);
   args.dtype = dtype_of(x, op);
   args.rows = view.rows;
-  check_vector(bias, args.out_features, args.dtype, op, "bias");
-  const std::vector<int64_t> sizes = sizes_with_last(x, args.out_features);
+  check_vector(bias, args.weight.out_features, args.dtype, op, "bias");
+  const std::vector<int64_t> sizes = sizes_with_last(x, args.weight.out_features);
   if (residual.has_value()) {
     STD_TORCH_CHECK(dtype_of(*residual, op) == args.dtype && sizes_of(*residual) == sizes,
                     "hf_fastpath::packed_gemv: residual differs from the output in dtype or shape");
@@ -146,17 +102,18 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   args.activation = activation_of(activation, op);
 
   GemmArgs gemm{};
-  gemm.dtype = args.dtype, gemm.in_features = view.columns, gemm.out_features = args.out_features;
-  gemm.packed = &args, gemm.bias = args.bias, gemm.residual = args.residual, gemm.out = args.out;
+  gemm.dtype = args.dtype, gemm.in_features = view.columns, gemm.out_features = args.weight.out_features;
+  gemm.packed = &args.weight, gemm.bias = args.bias, gemm.residual = args.residual, gemm.out = args.out;
   gemm.activation = args.activation;
   if (takes_pairs(gemm, args.rows)) {
     run_in_pairs(gemm, view);
     return out;
   }
-  args.step_blocks = round_up(args.blocks, 4);
-  const int64_t width = args.blocks * kPackedBlock;
-  const int64_t step_bytes = args.step_blocks * kStepBytes, lanes = args.step_blocks * lanes_of(args.format);
-  const bool tiled = faster_in_tiles(args.dtype, args.format, args.rows);
+  args.step_blocks = round_up(args.weight.blocks, 4);
+  const int64_t width = args.weight.blocks * kPackedBlock;
+  const int64_t step_bytes = args.step_blocks * kStepBytes,
+                lanes = args.step_blocks * lanes_of(args.weight.format);
+  const bool tiled = faster_in_tiles(args.dtype, args.weight.format, args.rows);
   const int64_t tile_elements = tiled ? packed_tile_elements(args.dtype, args.rows, width) : 0;
   float* memory = scratch(args.rows * (2 * width + step_bytes / 4 + 2 * lanes) + tile_elements / 2 + 6 * 16);
   float* given = take<float>(memory, args.rows * width);
@@ -169,16 +126,17 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   }
   const auto run = [&](const PackedArgs& call) {
     PackedGemv* const kernel = kernel_for(call);
-    share_out(args.out_features, output_parts(args), 8, least_piece(args.output_bytes()),
+    share_out(args.weight.out_features, output_parts(args.weight), 8, least_piece(args.weight.output_bytes()),
               [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
   };
   float* ordered = take<float>(memory, args.rows * width);
   args.x = ordered;
   const auto order_rows = [&](int64_t first, int64_t count) {
-    (bits_of(args.format) == 8 ? order<4> : order<8>)(given + first * width, ordered + first * width,
-                                                      count * args.blocks);
+    (bits_of(args.weight.format) == 8 ? order<4> : order<8>)(given + first * width, ordered + first * width,
+                                                             count * args.weight.blocks);
   };
-  if (use_avx2() && args.format != PackedFormat::kFp8 && !takes_floats(args.dtype, args.format, args.rows)) {
+  if (use_avx2() && args.weight.format != PackedFormat::kFp8 &&
+      !takes_floats(args.dtype, args.weight.format, args.rows)) {
     args.split = !use_avx512() || use_avx512_vnni();  // in bytes, but for products of int16 without VNNI
     char* steps = take<char>(memory, args.rows * step_bytes);
     float* step_sizes = take<float>(memory, args.rows * lanes);
@@ -195,8 +153,9 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
       order_rows(row, 1);
       PackedArgs& alone = infinite.emplace_back(args);
       alone.rows = 1, alone.x += row * width;
-      if (alone.residual != nullptr) alone.residual = at(alone.residual, row * args.out_features, args.dtype);
-      alone.out = at(alone.out, row * args.out_features, args.dtype);
+      if (alone.residual != nullptr)
+        alone.residual = at(alone.residual, row * args.weight.out_features, args.dtype);
+      alone.out = at(alone.out, row * args.weight.out_features, args.dtype);
     }
     args.steps = steps, args.step_sizes = step_sizes, args.step_offsets = step_offsets;
     run(args);

@@ -1,10 +1,11 @@
 // Products of one to sixteen activation rows with a quantized weight, on the CPU: kernel interface, free of
-// torch. hf_fastpath/quantization/formats.py says how quants, scales and zeros lie.
+// torch.
 // Experiments: docs/lab/packed_gemv_cpu.md
 #pragma once
 
+#include "common/amx_terms.h"
 #include "common/dtype.h"
-#include "packed_gemv/packed_format.h"
+#include "weights/packed_weight_cpu.h"
 
 namespace hf_fastpath {
 
@@ -16,17 +17,12 @@ constexpr int64_t lanes_of(PackedFormat format) { return format == PackedFormat:
 
 constexpr int64_t kStepBytes = 2 * kPackedBlock;  // x as integers, a block
 
-// Weight of its stretch-by-stretch block that lies at `place`, a byte or four bits.
-constexpr int64_t weight_at(PackedFormat format, int64_t place) {
-  const int64_t word_size = 32 / bits_of(format), word = place / word_size;
-  return word % kStretches * kStretch + word / kStretches * word_size + place % word_size;
-}
-
+// One product. The weight is what the call reads; all else is of the call.
 struct PackedArgs {
+  PackedWeight weight;
   DType dtype;  // of bias, residual and out
-  PackedFormat format;
-  int64_t rows, blocks, out_features;
-  // x as the weights lie, [rows, blocks * kPackedBlock], zeros behind the last input.
+  int64_t rows;
+  // x as the weights lie, [rows, weight.blocks * kPackedBlock], zeros behind the last input.
   const float* x;
   const uint16_t* tiles;  // or, for packed_gemm_amx, in order, as packed_tiles_amx lays it out
   // x as integers, or null: [rows, step_blocks, kStepBytes]. For quants in bytes int16, the i-th meets the
@@ -37,19 +33,11 @@ struct PackedArgs {
   bool split;
   const float* step_sizes;    // [rows, step_blocks, lanes]: what a step is worth, by its product's lane
   const float* step_offsets;  // likewise: the lane's sum of steps, times what is to be added to all quants
-  int64_t step_blocks;        // blocks and up to three more, of size zero: a multiple of four
-  const uint8_t* quants;
-  const uint16_t* scales;  // float16 [out_features, groups]
-  const uint8_t* zeros;    // [out_features, groups], or null
-  int64_t groups;
-  float multiplier;
-  const void* bias;      // [out_features] or null
-  const void* residual;  // [rows, out_features], contiguous, or null; added after the activation
-  void* out;             // [rows, out_features]
+  int64_t step_blocks;        // weight.blocks and up to three more, of size zero: a multiple of four
+  const void* bias;           // [out_features] or null
+  const void* residual;       // [rows, out_features], contiguous, or null; added after the activation
+  void* out;                  // [rows, out_features]
   Activation activation;
-
-  int64_t row_bytes() const { return blocks * kPackedBlock * bits_of(format) / 8; }
-  int64_t output_bytes() const { return row_bytes() + groups * (zeros != nullptr ? 3 : 2); }
 };
 
 // Computes outputs [begin, end) of every row. The sums of an output do not depend on the range. All but the
@@ -63,22 +51,13 @@ PackedGemv packed_floats_avx2;
 // The same of up to so many rows in 16 bits, from args.tiles. False where a sum in float16 is not finite:
 // then what is written may be wrong.
 bool packed_gemm_amx(const PackedArgs& args, int64_t begin, int64_t end);
-constexpr int64_t kMaxPackedAmxRows = 64;
 
 // Rows of x, `width` float32 values of `dtype` in order, as bfloat16 [terms, groups of 16 rows, stretches, 16
 // pairs of inputs, 16 rows, 2]. The terms of float16 are its first eight significant bits and the others.
 void packed_tiles_amx(DType dtype, int64_t rows, int64_t width, const float* x, uint16_t* tiles);
-constexpr int64_t tile_terms(DType dtype) { return dtype == DType::kFloat16 ? 2 : 1; }
 constexpr int64_t packed_tile_elements(DType dtype, int64_t rows, int64_t width) {
   return (rows + 15) / 16 * 16 * width * tile_terms(dtype);
 }
-
-// Rows [begin, end) of the weight in `dtype`, [end - begin, in_features], rounded once: of args what tells of
-// the weight.
-using DequantizePacked = void(const PackedArgs& args, int64_t in_features, DType dtype, int64_t begin,
-                              int64_t end, void* to);
-DequantizePacked dequantize_packed_portable, dequantize_packed_avx2;
-DequantizePacked dequantize_packed_avx512_bf16;  // of 16 bits
 
 // Inputs of a row, float32 in order, as args.steps and what belongs to it. False where one is not finite.
 bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, float* sizes, float* offsets);

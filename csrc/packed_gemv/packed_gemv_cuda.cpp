@@ -17,7 +17,7 @@ Tensor packed_gemv_cuda(const Tensor& x, const Tensor& quants, const Tensor& sca
   p.programmatic_launch = programmatic_launch;
   set_next_weight(p, next_weight);
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
-  const PackedWeight weight(p, quants, scales, zeros, multiplier, format, kOp);
+  const PackedTensors weight(p, quants, scales, zeros, multiplier, format, kOp);
   std::optional<Tensor> shift, added;
   if (bias) {
     STD_TORCH_CHECK(bias->numel() == p.n && dtype_of(*bias, kOp) == p.dtype,

@@ -3,16 +3,16 @@
 
 #include "gemv/gemv_cuda_glue.h"
 #include "packed_gemv/packed_gemv.h"
-#include "packed_gemv/packed_gemv_glue.h"
+#include "weights/packed_weight_glue.h"
 
 namespace hf_fastpath {
 
 // A quantized matrix as an op takes it. Its tensors are kept until the launch.
-class PackedWeight {
+class PackedTensors {
  public:
   // Sets its part of `p`, which has x's.
-  PackedWeight(GemvParams& p, const Tensor& quants, const Tensor& scales, const std::optional<Tensor>& zeros,
-               double multiplier, int64_t format, const char* op)
+  PackedTensors(GemvParams& p, const Tensor& quants, const Tensor& scales, const std::optional<Tensor>& zeros,
+                double multiplier, int64_t format, const char* op)
       : quants_(aligned(quants)), scales_(aligned(scales)) {
     if (zeros) zeros_ = aligned(*zeros);
     const PackedShape shape = check_packed(p.k, quants_, scales_, zeros_, format, op);

@@ -1,4 +1,4 @@
-// A quantized matrix as the kernels on the CPU take it.
+// What packed_gemv and packed_gemm share on the CPU: choices, x as kernels take it, runs over all outputs.
 #pragma once
 
 #include <atomic>
@@ -6,38 +6,9 @@
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
 #include "packed_gemv/packed_gemv_cpu.h"
-#include "packed_gemv/packed_gemv_glue.h"
+#include "weights/packed_tensors_cpu.h"
 
 namespace hf_fastpath {
-
-// Its tensors, contiguous; they have to live until the call is done.
-struct PackedTensors {
-  Tensor quants, scales;
-  std::optional<Tensor> zeros;
-
-  PackedTensors(const Tensor& raw_quants, const Tensor& raw_scales, const std::optional<Tensor>& raw_zeros)
-      : quants(hf_fastpath::contiguous(raw_quants)), scales(hf_fastpath::contiguous(raw_scales)) {
-    if (raw_zeros.has_value()) zeros = hf_fastpath::contiguous(*raw_zeros);
-  }
-
-  // What tells of the weight, once it is checked that it has `in_features`.
-  PackedArgs args(int64_t in_features, double multiplier, int64_t format, const char* op) const {
-    const PackedShape shape = check_packed(in_features, quants, scales, zeros, format, op);
-    PackedArgs args{};
-    args.format = shape.format, args.out_features = shape.rows, args.blocks = shape.blocks,
-    args.groups = shape.groups;
-    args.quants = static_cast<const uint8_t*>(quants.const_data_ptr());
-    args.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
-    args.zeros = zeros.has_value() ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr;
-    args.multiplier = static_cast<float>(multiplier);
-    return args;
-  }
-};
-
-// How many parts its outputs are worth dividing into.
-inline int64_t output_parts(const PackedArgs& args) {
-  return std::min(part_count(args.out_features * args.output_bytes(), kBytesPerPart), args.out_features);
-}
 
 // Whether x is multiplied in float32, by packed_floats_avx2(), and not as steps or by what takes few rows of
 // fp8: weights that are dequantized once for all rows, for the more the better. With AVX-512 the others are
@@ -67,8 +38,8 @@ inline void convert_rows(DType dtype, const RowView& x, int64_t width, float* to
 inline bool run_packed_amx(const PackedArgs& args) {
   constexpr int64_t kGranule = 32;  // the most outputs that the kernel takes at a time
   std::atomic<bool> finite{true};
-  share_out(args.out_features, output_parts(args), kGranule, least_piece(args.output_bytes()),
-            [&](int64_t begin, int64_t end) {
+  share_out(args.weight.out_features, output_parts(args.weight), kGranule,
+            least_piece(args.weight.output_bytes()), [&](int64_t begin, int64_t end) {
               if (!packed_gemm_amx(args, begin, end)) finite.store(false, std::memory_order_relaxed);
             });
   return finite;

@@ -17,7 +17,7 @@ Tensor packed_gemv_swiglu_cuda(const Tensor& x, const Tensor& quants, const Tens
   p.gated = true;
   p.programmatic_launch = programmatic_launch;
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
-  const PackedWeight weight(p, quants, scales, zeros, multiplier, format, kOp);
+  const PackedTensors weight(p, quants, scales, zeros, multiplier, format, kOp);
   STD_TORCH_CHECK(p.n % 2 == 0, "hf_fastpath::packed_gemv_swiglu: quants have ", p.n,
                   " rows, expected as many of gate as of up");
   p.n /= 2;

@@ -23,7 +23,7 @@ Tensor packed_qkv_rope_append_cuda(const Tensor& x, const Tensor& quants, const 
   GemvParams p = gemv_params(input, kOp);
   p.programmatic_launch = programmatic_launch;
   const InputNorm input_norm(input, norm, norm_weight, norm_bias, norm_eps, kOp);
-  const PackedWeight weight(p, quants, scales, zeros, multiplier, format, kOp);
+  const PackedTensors weight(p, quants, scales, zeros, multiplier, format, kOp);
   const int64_t batch = x.size(0), query_len = x.size(1);
   RopeAppendCall call(batch, query_len, p.n, p.dtype, cos, sin, k_cache, v_cache, seq_lens, num_heads,
                       kv_table, layer, k_scales, v_scales, std::nullopt, neighbors, kOp);

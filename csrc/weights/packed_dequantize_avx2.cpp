@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "common/avx2_math.h"
-#include "packed_gemv/packed_gemv_cpu.h"
+#include "weights/packed_weight_cpu.h"
 
 namespace hf_fastpath {
 namespace {
@@ -79,7 +79,7 @@ HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[kSt
 }
 
 template <PackedFormat kFormat, class Element>
-void dequantize_rows(const PackedArgs& weight, int64_t in_features, int64_t begin, int64_t end,
+void dequantize_rows(const PackedWeight& weight, int64_t in_features, int64_t begin, int64_t end,
                      typename Element::Storage* to) {
   using Storage = typename Element::Storage;
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
@@ -111,7 +111,7 @@ void dequantize_rows(const PackedArgs& weight, int64_t in_features, int64_t begi
 
 }  // namespace
 
-void dequantize_packed_avx2(const PackedArgs& weight, int64_t in_features, DType dtype, int64_t begin,
+void dequantize_packed_avx2(const PackedWeight& weight, int64_t in_features, DType dtype, int64_t begin,
                             int64_t end, void* to) {
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);

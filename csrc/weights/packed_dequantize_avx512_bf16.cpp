@@ -7,16 +7,16 @@
 // Roofline: instructions, eight to ten for 32 weights.
 #include <algorithm>
 
-#include "packed_gemm/packed_dequantize_avx512.h"
+#include "weights/packed_dequantize_avx512.h"
 
 namespace hf_fastpath {
 namespace {
 
 template <PackedFormat kFormat, class Element>
-void dequantize_rows(const PackedArgs& args, int64_t in_features, int64_t begin, int64_t end,
+void dequantize_rows(const PackedWeight& args, int64_t in_features, int64_t begin, int64_t end,
                      typename Element::Storage* to) {
   using Storage = typename Element::Storage;
-  using Weight = PackedWeight<kFormat>;
+  using Weight = PackedRows<kFormat>;
   const Weight weight = Weight::of(args);
   const float multiplier = args.multiplier;
   alignas(64) Storage last[kPackedBlock];
@@ -38,8 +38,8 @@ void dequantize_rows(const PackedArgs& args, int64_t in_features, int64_t begin,
 
 }  // namespace
 
-void dequantize_packed_avx512_bf16(const PackedArgs& weight, int64_t in_features, DType dtype, int64_t begin,
-                                   int64_t end, void* to) {
+void dequantize_packed_avx512_bf16(const PackedWeight& weight, int64_t in_features, DType dtype,
+                                   int64_t begin, int64_t end, void* to) {
   const auto dequantize = [&](auto element) {
     using Element = decltype(element);
     auto* const rows = static_cast<typename Element::Storage*>(to);

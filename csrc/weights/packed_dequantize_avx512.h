@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/avx512_math.h"
-#include "packed_gemv/packed_gemv_cpu.h"
+#include "weights/packed_weight_cpu.h"
 
 namespace hf_fastpath {
 namespace {
@@ -117,40 +117,40 @@ HF_INLINE void fp8_words(__m512i first, __m512i second, int pair, const Fp8Value
 
 // What an inner loop knows of a weight, by value: what writes to memory could else change it.
 template <PackedFormat kFormat>
-struct PackedWeight {
+struct PackedRows {
   static constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;  // of a block
   const uint8_t* quants;
   const uint16_t* scales;
   const uint8_t* zeros;
   int64_t blocks, groups;
 
-  HF_INLINE PackedWeight of(const PackedArgs& args) {
+  HF_INLINE PackedRows of(const PackedWeight& args) {
     return {args.quants, args.scales, args.zeros, args.blocks, args.groups};
   }
   // The quants of a row's block.
-  HF_INLINE const uint8_t* block(const PackedWeight& weight, int64_t row, int64_t b) {
+  HF_INLINE const uint8_t* block(const PackedRows& weight, int64_t row, int64_t b) {
     return weight.quants + (row * weight.blocks + b) * kBytes;
   }
-  HF_INLINE float scale(const PackedWeight& weight, int64_t row, int64_t b, int s) {
+  HF_INLINE float scale(const PackedRows& weight, int64_t row, int64_t b, int s) {
     return half_to_float(weight.scales[row * weight.groups + group_of(kFormat, b, s)]);
   }
 };
 
 // A weight whose sums are multiplied by sum_factors(): fp8 is exact in bfloat16 without its row's scale.
 template <PackedFormat kFormat>
-struct SumScaledWeight {
-  PackedWeight<kFormat> rows;
+struct SumScaledRows {
+  PackedRows<kFormat> rows;
   Fp8Values values;
 
-  HF_INLINE SumScaledWeight of(const PackedArgs& args) {
-    SumScaledWeight weight{PackedWeight<kFormat>::of(args), {}};
+  HF_INLINE SumScaledRows of(const PackedWeight& args) {
+    SumScaledRows weight{PackedRows<kFormat>::of(args), {}};
     if constexpr (kFormat == PackedFormat::kFp8) weight.values = fp8_values<BF16>(1.0f);
     return weight;
   }
 };
 
 // Those of outputs [n, n + count), of which the last before `end` stands for all behind it.
-HF_INLINE void sum_factors(const PackedArgs& args, int64_t n, int64_t end, int64_t count, float* to) {
+HF_INLINE void sum_factors(const PackedWeight& args, int64_t n, int64_t end, int64_t count, float* to) {
   const bool by_row = args.format == PackedFormat::kFp8;
   for (int64_t i = 0; i < count; ++i) {
     to[i] = args.multiplier * (by_row ? half_to_float(args.scales[min_of(n + i, end - 1)]) : 1.0f);
@@ -160,9 +160,9 @@ HF_INLINE void sum_factors(const PackedArgs& args, int64_t n, int64_t end, int64
 // The words of a row's block, with their scales and the multiplier: write(s, term, 32 of stretch s). fp8's
 // are looked up in `values`.
 template <PackedFormat kFormat, class Element, int kTerms, class Write>
-HF_INLINE void dequantize_block(PackedWeight<kFormat> weight, int64_t row, int64_t b, float multiplier,
+HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t b, float multiplier,
                                 const Fp8Values& values, const Write& write) {
-  using Weight = PackedWeight<kFormat>;
+  using Weight = PackedRows<kFormat>;
   constexpr int kCount = kStretches;
   __m512i words[kTerms];
   const uint8_t* const quants = Weight::block(weight, row, b);

@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "common/torch_glue.h"
-#include "packed_gemv/packed_format.h"
+#include "weights/packed_format.h"
 
 namespace hf_fastpath {
 

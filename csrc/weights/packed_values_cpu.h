@@ -1,0 +1,36 @@
+// Values of a quantized weight one by one, for kernels of any CPU: included by *_cpu.cpp only.
+#pragma once
+
+#include "common/cpu_math.h"
+#include "weights/packed_weight_cpu.h"
+
+namespace hf_fastpath {
+
+inline float fp8_to_float(uint8_t bits) {
+  const float magnitude = to_float(Half{static_cast<uint16_t>((bits & 0x7f) << 7)}) * 256.0f;
+  return bits & 0x80 ? -magnitude : magnitude;
+}
+
+// The weight at `place` of block b, but for the scale of its group and the multiplier.
+inline float step_at(const PackedWeight& weight, int64_t n, int64_t b, int64_t place) {
+  const uint8_t* quants =
+      weight.quants + n * weight.row_bytes() + b * kPackedBlock * bits_of(weight.format) / 8;
+  switch (weight.format) {
+    case PackedFormat::kInt8:
+      return static_cast<float>(static_cast<int8_t>(quants[place]));
+    case PackedFormat::kFp8:
+      return fp8_to_float(quants[place]);
+    default: {
+      const int quant = quants[place / 2] >> place % 2 * 4 & 15;
+      return static_cast<float>(quant - (weight.zeros != nullptr ? weight.zeros[n * weight.groups + b] : 8));
+    }
+  }
+}
+
+// With the scale.
+inline float scaled_at(const PackedWeight& weight, int64_t n, int64_t b, int64_t place) {
+  const int64_t group = group_of(weight.format, b, weight_at(weight.format, place) / kStretch);
+  return step_at(weight, n, b, place) * to_float(Half{weight.scales[n * weight.groups + group]});
+}
+
+}  // namespace hf_fastpath
