@@ -78,7 +78,7 @@ class Scoring(Choice):
 
 
 class PackedFormat(Choice):
-    """``PackedFormat`` of ``csrc/weights/packed_format.h``: the names are those of ``quantization.FORMATS``."""
+    """``PackedFormat`` of ``csrc/weights/formats.generated.h``; ``packed_formats.py`` describes the formats."""
 
     INT8 = 0
     FP8 = 1

@@ -135,7 +135,7 @@ struct Plain {
 // A quantized weight; a unit is a row.
 template <class Element, PackedFormat kFormat>
 struct Packed : SumScaledRows<kFormat> {
-  static constexpr int kTerms = kFormat == PackedFormat::kFp8 ? 1 : kTermsOf<Element>;
+  static constexpr int kTerms = Traits<kFormat>::kScalesSums ? 1 : kTermsOf<Element>;
   static constexpr bool kTransposed = false;
   using Rows = PackedRows<kFormat>;
 
@@ -346,16 +346,9 @@ bool strip_of(const GemmArgs& args, int64_t begin, int64_t end, float* scratch) 
     return (args.transposed ? strip<Element, Plain<Element, true>>
                             : strip<Element, Plain<Element, false>>)(args, begin, end, scratch);
   }
-  switch (args.packed->format) {
-    case PackedFormat::kInt8:
-      return strip<Element, Packed<Element, PackedFormat::kInt8>>(args, begin, end, scratch);
-    case PackedFormat::kFp8:
-      return strip<Element, Packed<Element, PackedFormat::kFp8>>(args, begin, end, scratch);
-    case PackedFormat::kInt4:
-      return strip<Element, Packed<Element, PackedFormat::kInt4>>(args, begin, end, scratch);
-    default:
-      return strip<Element, Packed<Element, PackedFormat::kInt4G32>>(args, begin, end, scratch);
-  }
+  return with_format(args.packed->format, [&](auto tag) {
+    return strip<Element, Packed<Element, decltype(tag)::value>>(args, begin, end, scratch);
+  });
 }
 
 // ---- x ------------------------------------------------------------------------------------------------

@@ -231,16 +231,9 @@ void outputs(const GemmArgs& args, int64_t begin, int64_t end, float* accumulato
 
 void gemm_pairs_avx512_bf16(const GemmArgs& args, int64_t begin, int64_t end, float* accumulators) {
   if (args.packed == nullptr) return outputs<Plain>(args, begin, end, accumulators);
-  switch (args.packed->format) {
-    case PackedFormat::kInt8:
-      return outputs<Packed<PackedFormat::kInt8>>(args, begin, end, accumulators);
-    case PackedFormat::kFp8:
-      return outputs<Packed<PackedFormat::kFp8>>(args, begin, end, accumulators);
-    case PackedFormat::kInt4:
-      return outputs<Packed<PackedFormat::kInt4>>(args, begin, end, accumulators);
-    case PackedFormat::kInt4G32:
-      return outputs<Packed<PackedFormat::kInt4G32>>(args, begin, end, accumulators);
-  }
+  return with_format(args.packed->format, [&](auto tag) {
+    return outputs<Packed<decltype(tag)::value>>(args, begin, end, accumulators);
+  });
 }
 
 void gemm_paired_rows_avx512_bf16(const GemmArgs& args, const void* from, int64_t stride, int64_t begin,

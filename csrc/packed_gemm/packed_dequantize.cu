@@ -12,11 +12,11 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kNeighbors = 8;
 
-__device__ __forceinline__ float quant_of(PackedFormat format, const uint32_t (&words)[2], int i, int zero) {
-  if (format == PackedFormat::kInt4 || format == PackedFormat::kInt4G32)
-    return static_cast<float>(static_cast<int>(words[0] >> 4 * i & 15) - zero);
+template <PackedFormat kFormat>
+__device__ __forceinline__ float quant_of(const uint32_t (&words)[2], int i, int zero) {
+  if (Traits<kFormat>::kBits == 4) return static_cast<float>(static_cast<int>(words[0] >> 4 * i & 15) - zero);
   const uint32_t byte = words[i / 4] >> i % 4 * 8 & 255;
-  if (format == PackedFormat::kInt8) return static_cast<float>(static_cast<int8_t>(byte));
+  if (!Traits<kFormat>::kIsFloat) return static_cast<float>(static_cast<int8_t>(byte));
   // sign, exponent and mantissa as float32 has them, whose exponent's bias is 120 more
   return __uint_as_float((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
 }
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
                              bool whole) {
   constexpr int kWords = PackedPiece<kFormat>::kBits / 4,
                 kBlockWords = int(kPackedBlock) / kNeighbors * kWords;
-  constexpr int kGroups = kFormat == PackedFormat::kInt4G32 ? int(kStretches) : 1;
+  constexpr int kGroups = Traits<kFormat>::kEachStretch ? int(kStretches) : 1;
   const int64_t row = begin + blockIdx.x;
   const uint32_t* const from = quants + row * matrix.blocks * kBlockWords;
   const int64_t groups = row * matrix.groups;
@@ -44,12 +44,12 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kWords; ++i)
       words[i] = __ldcs(from + block * kBlockWords + (w * kWords + i) * int(kStretches) + stretch);
     const int64_t group =
-        kFormat == PackedFormat::kFp8 ? row : groups + block * kGroups + (kGroups > 1 ? stretch : 0);
+        Traits<kFormat>::kScalesSums ? row : groups + block * kGroups + (kGroups > 1 ? stretch : 0);
     const float scale = __half2float(__ushort_as_half(__ldg(matrix.scales + group))) * matrix.multiplier;
-    const int zero = kFormat == PackedFormat::kInt4 ? __ldg(matrix.zeros + group) : 8;
+    const int zero = Traits<kFormat>::kHasZeros ? __ldg(matrix.zeros + group) : Traits<kFormat>::kZero;
     float values[kNeighbors];
 #pragma unroll
-    for (int i = 0; i < kNeighbors; ++i) values[i] = quant_of(kFormat, words, i, zero) * scale;
+    for (int i = 0; i < kNeighbors; ++i) values[i] = quant_of<kFormat>(words, i, zero) * scale;
     T* const to = of_row + first;
     if (whole) {
 #pragma unroll
@@ -77,16 +77,8 @@ void launch_typed(const PackedMatrix& matrix, const void* quants, int64_t k, int
     kernel<<<grid, block, 0, stream>>>(matrix, static_cast<const uint32_t*>(quants), k, begin, out, whole);
     HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
   };
-  switch (matrix.format) {
-    case PackedFormat::kInt8:
-      return run(packed_dequantize_kernel<T, PackedFormat::kInt8>);
-    case PackedFormat::kFp8:
-      return run(packed_dequantize_kernel<T, PackedFormat::kFp8>);
-    case PackedFormat::kInt4:
-      return run(packed_dequantize_kernel<T, PackedFormat::kInt4>);
-    case PackedFormat::kInt4G32:
-      return run(packed_dequantize_kernel<T, PackedFormat::kInt4G32>);
-  }
+  return with_format(matrix.format,
+                     [&](auto tag) { return run(packed_dequantize_kernel<T, decltype(tag)::value>); });
 }
 
 }  // namespace

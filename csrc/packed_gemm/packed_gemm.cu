@@ -124,16 +124,9 @@ void launch_packed_gemm(const PackedGemmParams& p, const PackedGemmPlan& plan, v
                         cudaStream_t stream) {
   if (p.rows == 0 || p.matrix.rows == 0) return;
   char* const base = static_cast<char*>(workspace);
-  switch (p.matrix.format) {
-    case PackedFormat::kInt8:
-      return launch_packed_gemm_format<PackedFormat::kInt8>(p, plan, base, stream);
-    case PackedFormat::kFp8:
-      return launch_packed_gemm_format<PackedFormat::kFp8>(p, plan, base, stream);
-    case PackedFormat::kInt4:
-      return launch_packed_gemm_format<PackedFormat::kInt4>(p, plan, base, stream);
-    case PackedFormat::kInt4G32:
-      return launch_packed_gemm_format<PackedFormat::kInt4G32>(p, plan, base, stream);
-  }
+  return with_format(p.matrix.format, [&](auto tag) {
+    return launch_packed_gemm_format<decltype(tag)::value>(p, plan, base, stream);
+  });
 }
 
 }  // namespace hf_fastpath

@@ -23,7 +23,7 @@ constexpr int64_t kAheadBlocks = 4;
 // How a product uses the registers of use_tiles_for().
 template <PackedFormat kFormat, bool kInTwo, int kGroups>
 struct Registers {
-  static constexpr int kTerms = kInTwo && kFormat != PackedFormat::kFp8 ? 2 : 1;  // of a weight
+  static constexpr int kTerms = kInTwo && !Traits<kFormat>::kScalesSums ? 2 : 1;  // of a weight
   static constexpr int kTiles = kTerms == 1 && kGroups <= 2 ? 2 : 1;              // of weight rows
   static constexpr int kRows = kTiles * kAmxRows;
   static constexpr int kWeights = kTiles * kTerms;
@@ -56,12 +56,12 @@ struct Registers {
 
   // Scales that are read with block b of the rows behind the next kRows.
   HF_INLINE void prefetch_scales(Weight weight, int64_t n, int64_t b) {
-    if constexpr (kFormat == PackedFormat::kFp8) return;
-    constexpr int64_t kBytes = kRows * 2 * (kFormat == PackedFormat::kInt4G32 ? kStretches : 1);
+    if constexpr (Traits<kFormat>::kScalesSums) return;
+    constexpr int64_t kBytes = kRows * 2 * Traits<kFormat>::kScalesPerBlock;
     const int64_t first = (n + kRows) * weight.groups;
     const auto* from = reinterpret_cast<const char*>(weight.scales + first) + b * kBytes;
     for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) prefetch(from + line);
-    if constexpr (kFormat == PackedFormat::kInt4) {
+    if constexpr (Traits<kFormat>::kHasZeros) {
       prefetch(weight.zeros + first + b * kRows);
     }
   }
@@ -109,7 +109,7 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
   const int64_t last = end - 1;
   Fp8Values
       values;  // by itself, so that the compiler keeps it in registers: in a SumScaledWeight it does not
-  if constexpr (kFormat == PackedFormat::kFp8) values = fp8_values<BF16>(1.0f);
+  if constexpr (Traits<kFormat>::kIsFloat) values = fp8_values<BF16>(1.0f);
   use_tiles_for(kAmxRows, kAmxRows);
   int turn = 0;
   Registers::dequantize(weight, last, begin, 0, 0, Registers::kRows, values, buffer[turn]);
@@ -153,7 +153,7 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
         }
       }
       finite = (rows_of_x<false, kGroups>(of_tile, y) || !kInTwo) && finite;
-      if constexpr (kFormat == PackedFormat::kFp8) {
+      if constexpr (Traits<kFormat>::kScalesSums) {
         const auto mask = static_cast<__mmask16>((1u << count) - 1);
         const __m512 scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, args.weight.scales + first));
         for (int64_t m = 0; m < args.rows; ++m) {
@@ -204,16 +204,9 @@ void packed_tiles_amx(DType dtype, int64_t rows, int64_t width, const float* x, 
 bool packed_gemm_amx(const PackedArgs& args, int64_t begin, int64_t end) {
   const auto range = [&](auto element) {
     using Element = decltype(element);
-    switch (args.weight.format) {
-      case PackedFormat::kInt8:
-        return range_in_tiles<Element, PackedFormat::kInt8>(args, begin, end);
-      case PackedFormat::kFp8:
-        return range_in_tiles<Element, PackedFormat::kFp8>(args, begin, end);
-      case PackedFormat::kInt4:
-        return range_in_tiles<Element, PackedFormat::kInt4>(args, begin, end);
-      default:
-        return range_in_tiles<Element, PackedFormat::kInt4G32>(args, begin, end);
-    }
+    return with_format(args.weight.format, [&](auto tag) {
+      return range_in_tiles<Element, decltype(tag)::value>(args, begin, end);
+    });
   };
   return args.dtype == DType::kBFloat16 ? range(BF16{}) : range(F16{});
 }

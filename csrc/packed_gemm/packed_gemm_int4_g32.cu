@@ -1,10 +1,11 @@
-// packed_gemm_kernel for one format.
-
+// Written by the build (hf_fastpath/native/generated.py) from hf_fastpath/packed_formats.py.
 #include "packed_gemm/packed_gemm_launch.cuh"
 
 namespace hf_fastpath {
 
-template void launch_packed_gemm_format<PackedFormat::kInt4G32>(const PackedGemmParams&,
-                                                                const PackedGemmPlan&, char*, cudaStream_t);
+constexpr PackedFormat kMade = PackedFormat::kInt4G32;
+
+template void launch_packed_gemm_format<kMade>(const PackedGemmParams&, const PackedGemmPlan&, char*,
+                                               cudaStream_t);
 
 }  // namespace hf_fastpath

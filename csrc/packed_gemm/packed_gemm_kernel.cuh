@@ -226,7 +226,7 @@ struct GemmConsumer {
     for (int h = 0; h < 2; ++h) {
       const int64_t feature = matrix_row(part, h);
       scale[h] = matrix.multiplier;
-      if constexpr (kFormat == PackedFormat::kFp8)
+      if constexpr (Traits<kFormat>::kScalesSums)
         scale[h] *= __half2float(__ushort_as_half(__ldg(matrix.scales + feature)));
       shift[h] = bias ? to_float(bias[feature]) : 0.f;
     }

@@ -17,9 +17,7 @@ struct PackedPiece {
   // In shared memory: blocks of 64 bytes a row, or of 128 in the order of swizzled copies: lanes of two rows
   // that read at a time find different banks.
   static constexpr int kRowBytes = 16 * kBits;
-  static constexpr int kScales = kFormat == PackedFormat::kFp8       ? 0
-                                 : kFormat == PackedFormat::kInt4G32 ? 4
-                                                                     : 1;
+  static constexpr int kScales = Traits<kFormat>::kScalesPerBlock;
 };
 
 // Scales and zeros of a piece, of one row.
@@ -41,7 +39,7 @@ struct PieceScales {
       } else {
         scales[b][0] = __ldg(from);
       }
-      if constexpr (kFormat == PackedFormat::kInt4) zeros[b] = __ldg(matrix.zeros + row + block);
+      if constexpr (Traits<kFormat>::kHasZeros) zeros[b] = __ldg(matrix.zeros + row + block);
     }
   }
   // Of a stretch, as bits of a float16 twice.
@@ -51,7 +49,7 @@ struct PieceScales {
     return __byte_perm(scales[block][0], 0, 0x1010);
   }
   __device__ __forceinline__ int zero(int block) const {
-    return kFormat == PackedFormat::kInt4 ? static_cast<int>(zeros[block]) : 8;
+    return Traits<kFormat>::kHasZeros ? static_cast<int>(zeros[block]) : Traits<kFormat>::kZero;
   }
 };
 
@@ -119,7 +117,7 @@ struct LaneQuants {  // 8 bits: of four words a half each
 
   __device__ __forceinline__ LaneQuants() {
     const bool upper = threadIdx.x % 2;
-    if (kFormat == PackedFormat::kInt8)
+    if (!Traits<kFormat>::kIsFloat)
       which = upper ? 0x4342 : 0x4140;
     else if (kHalf)
       which = upper ? 16 : 0;
@@ -163,7 +161,7 @@ struct LaneQuants<T, kFormat, std::enable_if_t<bits_of(kFormat) == 4>> {
 };
 
 // A lane's pairs of a stretch, of one row: pair[2 step + half] is for k 8 half + 2 q of the step's 16.
-// `zero`: of kInt4 and kInt4G32.
+// `zero`: of quants of four bits.
 template <class T, PackedFormat kFormat>
 __device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kFormat>& lane,
                                                    const uint32_t (&loaded)[PackedPiece<kFormat>::kLoads],
@@ -171,7 +169,7 @@ __device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kFormat>&
   constexpr bool kHalf = std::is_same_v<T, __half>;
   uint32_t words[LaneQuants<T, kFormat>::kWords];
   lane(loaded, words);
-  if constexpr (kFormat == PackedFormat::kFp8) {  // the scale is a row's
+  if constexpr (Traits<kFormat>::kIsFloat) {  // the scale is a row's
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kHalf) {
@@ -185,7 +183,7 @@ __device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kFormat>&
     }
   } else {
     const StretchScale<T> scaled(scale_bits);
-    if constexpr (kFormat == PackedFormat::kInt8) {
+    if constexpr (Traits<kFormat>::kBits == 8) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (kHalf) {  // 1024 and more, whose last bits are units

@@ -206,7 +206,7 @@ __device__ __forceinline__ void prefetch_scales(const GemmShare& share, const Pa
       if (first + i >= matrix.rows) continue;
       const int64_t row = int64_t(first + i) * matrix.groups;
       for (int at = group; at < groups; at += kLine / 2) prefetch_l2(matrix.scales + row + at);
-      if (kFormat == PackedFormat::kInt4)
+      if (Traits<kFormat>::kHasZeros)
         for (int at = group; at < groups; at += kLine) prefetch_l2(matrix.zeros + row + at);
     }
   }

@@ -19,13 +19,13 @@ template <PackedFormat kFormat>
 HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
   const uint8_t* quants = row.quants + b * kBytes;
-  if constexpr (kFormat == PackedFormat::kInt8) {
+  if constexpr (Traits<kFormat>::kBits == 8 && !Traits<kFormat>::kIsFloat) {
     const __m256 scale = _mm256_set1_ps(half_to_float(row.scales[b]));
     for (int64_t i = 0; i < kPackedBlock; i += 8) {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(quants + i));
       _mm256_store_ps(to + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), scale));
     }
-  } else if constexpr (kFormat == PackedFormat::kFp8) {
+  } else if constexpr (Traits<kFormat>::kIsFloat) {
     for (int64_t i = 0; i < kPackedBlock; i += 16) {
       const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(quants + i));
       const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
@@ -35,9 +35,10 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
     }
   } else {
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-    const __m256i zero = _mm256_set1_epi32(kFormat == PackedFormat::kInt4 ? row.zeros[b] : 8);
+    const __m256i zero =
+        _mm256_set1_epi32(Traits<kFormat>::kHasZeros ? row.zeros[b] : Traits<kFormat>::kZero);
     for (int64_t word = 0; word < kPackedBlock / 8; ++word) {
-      const int64_t group = kFormat == PackedFormat::kInt4 ? b : b * kStretches + word % kStretches;
+      const int64_t group = group_of(kFormat, b, word % kStretches);
       const __m256i eight =
           _mm256_srlv_epi32(_mm256_set1_epi32(reinterpret_cast<const int32_t*>(quants)[word]), shifts);
       const __m256i steps = _mm256_sub_epi32(_mm256_and_si256(eight, _mm256_set1_epi32(15)), zero);
@@ -90,7 +91,7 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
     }
   }
   for (int r = 0; r < kS; ++r) {
-    const float scale = kFormat == PackedFormat::kFp8 ? half_to_float(row[r].scales[0]) * 256.0f : 1.0f;
+    const float scale = Traits<kFormat>::kScalesSums ? half_to_float(row[r].scales[0]) * 256.0f : 1.0f;
     for (int64_t m = 0; m < args.rows; ++m) {
       const int64_t place = r * kDequantizedRows + m;
       y[r][m * kRun] = horizontal_sum(_mm256_add_ps(total[0][place], total[1][place])) * scale;
@@ -109,16 +110,8 @@ void float_range(const PackedArgs& args, int64_t begin, int64_t end) {
 }  // namespace
 
 void packed_floats_avx2(const PackedArgs& args, int64_t begin, int64_t end) {
-  switch (args.weight.format) {
-    case PackedFormat::kInt8:
-      return float_range<PackedFormat::kInt8>(args, begin, end);
-    case PackedFormat::kFp8:
-      return float_range<PackedFormat::kFp8>(args, begin, end);
-    case PackedFormat::kInt4:
-      return float_range<PackedFormat::kInt4>(args, begin, end);
-    case PackedFormat::kInt4G32:
-      return float_range<PackedFormat::kInt4G32>(args, begin, end);
-  }
+  return with_format(args.weight.format,
+                     [&](auto tag) { return float_range<decltype(tag)::value>(args, begin, end); });
 }
 
 }  // namespace hf_fastpath

@@ -1,9 +1,6 @@
 // Which kernel a product with a quantized matrix gets: one variant of packed_gemv_kernel
 // (packed_gemv_ring.cuh) a format.
 
-#include <stdexcept>
-#include <type_traits>
-
 #include "packed_gemv/packed_gemv.h"
 
 namespace hf_fastpath {
@@ -16,26 +13,6 @@ bool fits_packed_append(const GemvParams& p, const RopeAppendParams& rope) {
   return rope.head_dim % 2 == 0 && !is_quantized(rope.kv_type) && !turns_neighbors &&
          (p.dtype != DType::kFloat32 || p.m <= kMostFloatRows);
 }
-
-namespace {
-
-// Calls f(the format as a constant).
-template <class F>
-auto with_format(PackedFormat format, F&& f) {
-  switch (format) {
-    case PackedFormat::kInt8:
-      return f(std::integral_constant<PackedFormat, PackedFormat::kInt8>{});
-    case PackedFormat::kFp8:
-      return f(std::integral_constant<PackedFormat, PackedFormat::kFp8>{});
-    case PackedFormat::kInt4:
-      return f(std::integral_constant<PackedFormat, PackedFormat::kInt4>{});
-    case PackedFormat::kInt4G32:
-      return f(std::integral_constant<PackedFormat, PackedFormat::kInt4G32>{});
-  }
-  throw std::runtime_error("hf_fastpath: unknown format of quantized weights");
-}
-
-}  // namespace
 
 int64_t packed_gemv_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix) {
   return with_format(matrix.format, [&](auto format) {

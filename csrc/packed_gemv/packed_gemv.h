@@ -12,7 +12,7 @@ namespace hf_fastpath {
 struct PackedMatrix {
   PackedFormat format;
   const uint16_t* scales;  // float16 [rows, groups]
-  const uint8_t* zeros;    // [rows, groups], for kInt4
+  const uint8_t* zeros;    // [rows, groups], if groups have zeros
   int64_t rows;
   int groups;        // of a row
   int blocks;        // of a row, of kPackedBlock weights

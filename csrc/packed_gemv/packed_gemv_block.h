@@ -67,18 +67,18 @@ HF_INLINE void fill(const Row& row, int64_t b, int64_t count, Factors& to) {
   alignas(16) uint8_t some_zeros[kFactors] = {};
   to.scale[kFactors] = to.zero[kFactors] = 0.0f;
   const uint16_t* scales = row.scales + b;
-  const uint8_t* zeros = kFormat == PackedFormat::kInt4 ? row.zeros + b : nullptr;
+  const uint8_t* zeros = Traits<kFormat>::kHasZeros ? row.zeros + b : nullptr;
   if (count < kFactors) {  // memory may end behind them
     for (int64_t i = 0; i < count; ++i) {
       some_scales[i] = scales[i];
-      if constexpr (kFormat == PackedFormat::kInt4) some_zeros[i] = zeros[i];
+      if constexpr (Traits<kFormat>::kHasZeros) some_zeros[i] = zeros[i];
     }
     scales = some_scales, zeros = some_zeros;
   }
   for (int64_t i = 0; i < kFactors; i += 8) {
     _mm256_store_ps(to.scale + i,
                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + i))));
-    if constexpr (kFormat == PackedFormat::kInt4) {
+    if constexpr (Traits<kFormat>::kHasZeros) {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros + i));
       _mm256_store_ps(to.zero + i, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)));
     }
@@ -101,7 +101,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
   using Floats = typename Isa::Floats;
   using Total = typename Isa::Total;
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8, kLanes = lanes_of(kFormat);
-  constexpr bool kHasFactors = kFormat != PackedFormat::kInt4G32;
+  constexpr bool kHasFactors = !Traits<kFormat>::kEachStretch;
   constexpr int kUnit = 16 / kLanes;  // blocks whose sums are one Floats
   Floats sum[kS][kM];
 #pragma GCC unroll 4
@@ -149,7 +149,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
         } else {
           value = Isa::floats(total[0][m], total[1][m]);
         }
-        if constexpr (kFormat == PackedFormat::kInt4) {
+        if constexpr (Traits<kFormat>::kHasZeros) {
           value = Isa::fma(Isa::pair(factors[r].zero + factor), Isa::load(all_offsets + at), value);
         }
         sum[r][m] = Isa::fma(value, Isa::mul(scales, Isa::load(all_sizes + at)), sum[r][m]);
@@ -166,7 +166,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       for (int64_t line = 0; line < kLength; line += kCacheLineBytes) {
         _mm_prefetch(scales + line + kScalesAheadBytes, _MM_HINT_T0);
       }
-      if constexpr (kFormat == PackedFormat::kInt4) {
+      if constexpr (Traits<kFormat>::kHasZeros) {
         _mm_prefetch(reinterpret_cast<const char*>(row[r].zeros + begin + kScalesAheadBytes / 2),
                      _MM_HINT_T0);
       }
@@ -242,7 +242,6 @@ void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* 
 // All rows of x against kS weight rows: kM rows of x at a time, of kW weight rows.
 template <class Isa, PackedFormat kFormat, int kS>
 void tile(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[kS]) {
-  constexpr bool kFp8 = kFormat == PackedFormat::kFp8;
   int64_t m = 0;
   const auto rows = [&](auto count) {
     constexpr int kM = decltype(count)::value, kMost = Isa::kAccumulators / kM, kW = kMost < kS ? kMost : kS;
@@ -250,7 +249,7 @@ void tile(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[kS]) {
     for (int r = 0; r < kS; r += kW) {
       float* to[kW];
       for (int i = 0; i < kW; ++i) to[i] = y[r + i] + m * kRun;
-      if constexpr (kFp8) {
+      if constexpr (Traits<kFormat>::kIsFloat) {
         fp8_tile<Isa, kFormat, kW, kM>(args, row + r, m, to);
       } else {
         integer_tile<Isa, kFormat, kW, kM>(args, row + r, m, to);
@@ -311,7 +310,7 @@ void range_of(const PackedArgs& args, int64_t begin, int64_t end) {
     begin = streams<kS>(args, begin, end,
                         [&](const auto& row, const auto& y) { tile<Isa, kFormat, kS>(args, row, y); });
   };
-  if (kFormat != PackedFormat::kFp8 && args.rows == 1 && cpu_tuning().follows_streams) {
+  if (!Traits<kFormat>::kIsFloat && args.rows == 1 && cpu_tuning().follows_streams) {
     as(Constant<kFollowedStreams>());
   } else {
     as(Constant<kStreams>());
@@ -321,16 +320,8 @@ void range_of(const PackedArgs& args, int64_t begin, int64_t end) {
 
 template <class Isa>
 HF_INLINE void range(const PackedArgs& args, int64_t begin, int64_t end) {
-  switch (args.weight.format) {
-    case PackedFormat::kInt8:
-      return range_of<Isa, PackedFormat::kInt8>(args, begin, end);
-    case PackedFormat::kFp8:
-      return range_of<Isa, PackedFormat::kFp8>(args, begin, end);
-    case PackedFormat::kInt4:
-      return range_of<Isa, PackedFormat::kInt4>(args, begin, end);
-    case PackedFormat::kInt4G32:
-      return range_of<Isa, PackedFormat::kInt4G32>(args, begin, end);
-  }
+  return with_format(args.weight.format,
+                     [&](auto tag) { return range_of<Isa, decltype(tag)::value>(args, begin, end); });
 }
 
 }  // namespace

@@ -55,7 +55,7 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
       words[1].load(reader, rows, 1);
       const uint32_t two[2] = {reader.two_scales(rows, 0), reader.two_scales(rows, 1)};
       int zero[2] = {1, 1};
-      if constexpr (kFormat == PackedFormat::kInt4) {
+      if constexpr (Traits<kFormat>::kHasZeros) {
         zero[0] = reader.zero(rows, 0, q / 2), zero[1] = reader.zero(rows, 1, q / 2);
       }
       int low[2][4] = {}, high[2][4] = {};  // of even and of odd stretches
@@ -149,10 +149,10 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const float step = Base::step_of(bits[i]) * (kNibbles ? 1.f / 16 : 1.f);
-      constexpr int kExcess =
-          kFormat == PackedFormat::kInt4G32 ? -16 * 8 : -16;  // or -16 for each of the zero
+      // or -16 for each of the zero
+      constexpr int kOffset = -16 * (Traits<kFormat>::kEachStretch ? Traits<kFormat>::kZero : 1);
       if (q == 0)
-        steps[min(first + i, spans - 1) * 8 + stretch] = make_int2(__float_as_int(step), total[i] * kExcess);
+        steps[min(first + i, spans - 1) * 8 + stretch] = make_int2(__float_as_int(step), total[i] * kOffset);
     }
   }
 };

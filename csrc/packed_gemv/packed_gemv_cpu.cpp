@@ -44,7 +44,7 @@ namespace {
 PackedGemv* kernel_for(const PackedArgs& args) {
   if (!use_avx2()) return packed_gemv_portable;
   // Also rows that have no steps, as they are not finite.
-  const bool in_steps = args.steps != nullptr || args.weight.format == PackedFormat::kFp8;
+  const bool in_steps = args.steps != nullptr || is_float(args.weight.format);
   if (!in_steps || takes_floats(args.dtype, args.weight.format, args.rows)) return packed_floats_avx2;
   if (!use_avx512()) return packed_gemv_avx2;
   return use_avx512_vnni() ? packed_gemv_avx512_vnni : packed_gemv_avx512;
@@ -135,7 +135,7 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
     (bits_of(args.weight.format) == 8 ? order<4> : order<8>)(given + first * width, ordered + first * width,
                                                              count * args.weight.blocks);
   };
-  if (use_avx2() && args.weight.format != PackedFormat::kFp8 &&
+  if (use_avx2() && !is_float(args.weight.format) &&
       !takes_floats(args.dtype, args.weight.format, args.rows)) {
     args.split = !use_avx512() || use_avx512_vnni();  // in bytes, but for products of int16 without VNNI
     char* steps = take<char>(memory, args.rows * step_bytes);

@@ -13,7 +13,7 @@ constexpr int64_t kPackedRows = 16;       // activation rows a call may have
 constexpr int64_t kDequantizedRows = 32;  // the same of packed_floats_avx2
 
 // Sums of a block that the integer kernels weight: one a stretch where it has its own scale, else two.
-constexpr int64_t lanes_of(PackedFormat format) { return format == PackedFormat::kInt4G32 ? 4 : 8; }
+constexpr int64_t lanes_of(PackedFormat format) { return has_stretch_scales(format) ? 4 : 8; }
 
 constexpr int64_t kStepBytes = 2 * kPackedBlock;  // x as integers, a block
 

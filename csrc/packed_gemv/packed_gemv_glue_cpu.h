@@ -15,8 +15,8 @@ namespace hf_fastpath {
 // faster.
 inline bool takes_floats(DType dtype, PackedFormat format, int64_t rows) {
   if (!use_avx2()) return false;
-  if (dtype == DType::kFloat32 && format != PackedFormat::kFp8) return true;
-  return !use_avx512() && bits_of(format) == 8 && rows > (format == PackedFormat::kFp8 ? 2 : 4);
+  if (dtype == DType::kFloat32 && !is_float(format)) return true;
+  return !use_avx512() && bits_of(format) == 8 && rows > (is_float(format) ? 2 : 4);
 }
 
 // packed_gemv without a norm, of up to kPackedRows of x, or kDequantizedRows if takes_floats().

@@ -1,12 +1,12 @@
-// packed_gemv_kernel for one format.
-
+// Written by the build (hf_fastpath/native/generated.py) from hf_fastpath/packed_formats.py.
 #include "packed_gemv/packed_gemv_launch.cuh"
 
 namespace hf_fastpath {
 
-template int64_t packed_format_workspace_bytes<PackedFormat::kInt4G32>(const GemvParams&,
-                                                                       const PackedMatrix&);
-template void launch_packed_format<PackedFormat::kInt4G32>(const GemvParams&, int, const PackedMatrix&,
-                                                           const RopeAppendParams*, void*, cudaStream_t);
+constexpr PackedFormat kMade = PackedFormat::kInt4G32;
+
+template int64_t packed_format_workspace_bytes<kMade>(const GemvParams&, const PackedMatrix&);
+template void launch_packed_format<kMade>(const GemvParams&, int, const PackedMatrix&,
+                                          const RopeAppendParams*, void*, cudaStream_t);
 
 }  // namespace hf_fastpath

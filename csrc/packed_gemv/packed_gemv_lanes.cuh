@@ -5,7 +5,8 @@
 
 namespace hf_fastpath {
 
-// Of kInt4G32: sums over eight stretches of x, [8][kColumns], become, at their place, B of add_excess().
+// Where each stretch has a scale: sums over eight stretches of x, [8][kColumns], become, at their place, B of
+// add_excess().
 template <int kColumns>
 __device__ __forceinline__ void split_excess(float* sums) {
   const int lane = threadIdx.x % kWarpSize, g = lane / 4, q = lane % 4;
@@ -44,8 +45,7 @@ struct LaneX {
   static constexpr int kSpanPieces = 1;
   static constexpr int kBlockUnits = kColumns / 2, kOfBlock = kBlockUnits / kTiles;
   static constexpr int kSpanBytes = Slot::kWarpBlocks * kBlockUnits * kWarpSize * 16;  // of a line in a piece
-  static constexpr bool kEachStretch = kFormat == PackedFormat::kInt4G32,
-                        kFloats = kFormat == PackedFormat::kFp8;
+  static constexpr bool kEachStretch = Traits<kFormat>::kEachStretch, kFloats = Traits<kFormat>::kIsFloat;
   static constexpr int kSpanSteps = kFloats        ? 0
                                     : kEachStretch ? kColumns * 32
                                                    : Slot::kWarpBlocks * kColumns * 4;
@@ -53,7 +53,7 @@ struct LaneX {
   static constexpr int kSpanNorm = Slot::kWarpBlocks * int(kPackedBlock) * 2;
 
   uint4* operands;  // [pieces][blocks][kStretches][kColumns][4]
-  char* steps;      // kInt4G32: [pieces], as B of add_excess(); else floats [pieces][blocks][kColumns]
+  char* steps;      // kEachStretch: [pieces], as B of add_excess(); else floats [pieces][blocks][kColumns]
   const float* sums;
   char* norm;      // the norm's weight, [pieces][blocks]
   float* undo;     // [m]
@@ -183,9 +183,7 @@ struct LaneX {
         *at = made;
         if constexpr (!kFloats) {
           // As many times x as quants have in excess, or each of the zero; see Quants.
-          constexpr uint32_t kLow = kFormat == PackedFormat::kInt8   ? 0x00800080u
-                                    : kFormat == PackedFormat::kInt4 ? 0x00010001u
-                                                                     : 0x00080008u;
+          constexpr uint32_t kLow = kExcess<kFormat> * 0x00010001u;
           constexpr uint32_t kHigh = kBits<kFormat> == 4 ? kLow << 4 : kLow;
           mma<__half>(over[t], kLow, kLow, kHigh, kHigh, made.x, made.y);
           mma<__half>(over[t], kLow, kLow, kHigh, kHigh, made.z, made.w);

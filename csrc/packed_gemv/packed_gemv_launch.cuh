@@ -86,12 +86,12 @@ int whole_blocks(const PackedMatrix& matrix) {
   return round_up_to(matrix.blocks, PackedSlot<kFormat, kRingWarps>::kBlocks);
 }
 
-// Whether rows' scales and zeros start at multiples of 16 bytes, as copies want it; of kFp8 there are none.
+// Whether rows' scales and zeros start at multiples of 16 bytes, as copies want it; rows with one scale have
+// none to copy.
 template <PackedFormat kFormat>
 bool fetches_scales(const PackedMatrix& matrix) {
-  return kFormat == PackedFormat::kFp8 ||
-         (matrix.groups * (kFormat == PackedFormat::kInt4 ? 1 : 2) % 16 == 0 && is_aligned16(matrix.scales) &&
-          is_aligned16(matrix.zeros));
+  return Traits<kFormat>::kScalesSums || (matrix.groups * (Traits<kFormat>::kHasZeros ? 1 : 2) % 16 == 0 &&
+                                          is_aligned16(matrix.scales) && is_aligned16(matrix.zeros));
 }
 
 // Whether a product makes operands of several rows of x itself: where clusters have room for it, half of k a
@@ -151,7 +151,7 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   const int clusters = std::min(ring.units, most_clusters);
   ring.share = ring.units / clusters, ring.larger = ring.units % clusters;
 
-  plan.fetches_scales = kFormat != PackedFormat::kFp8 && fetches_scales<kFormat>(plan.matrix);
+  plan.fetches_scales = !Traits<kFormat>::kScalesSums && fetches_scales<kFormat>(plan.matrix);
   plan.scale_stride = round_up_to(plan.together * Slot::kScaleBytes, kLineBytes);
   plan.zero_stride = round_up_to(plan.together * Slot::kZeroBytes, kLineBytes);
   const int groups = plan.fetches_scales ? Slot::kWeightRows / plan.together : 0;

@@ -30,9 +30,7 @@ struct PreparedLayout {
 
 // Of x over all weights that have a scale together.
 template <PackedFormat kFormat>
-constexpr int kSumsOfBlock = kFormat == PackedFormat::kFp8       ? 0
-                             : kFormat == PackedFormat::kInt4G32 ? int(kStretches)
-                                                                 : 1;
+constexpr int kSumsOfBlock = Traits<kFormat>::kScalesPerBlock;
 
 template <PackedFormat kFormat, int kColumns>
 using PreparedOf = PreparedLayout<kColumns, kSumsOfBlock<kFormat>>;
@@ -135,9 +133,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
       constexpr int kLanes = 16 / kSumsOfBlock<kFormat>;
 #pragma unroll
       for (int offset = 1; offset < kLanes; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-      constexpr float kOffset = kFormat == PackedFormat::kInt8   ? -128.f
-                                : kFormat == PackedFormat::kInt4 ? -1.f
-                                                                 : -8.f;
+      constexpr float kOffset = -static_cast<float>(kExcess<kFormat>);
       if (chunk % kLanes == 0)
         reinterpret_cast<float*>(to + layout.sums_at())[chunk / kLanes * kColumns + row] =
             sum * (kOffset * kQuantUnit);
@@ -203,7 +199,7 @@ struct PreparedX {
     commit_copies();
     wait_for_copies<0>();
     sync_some(1, kRingConsumers);
-    if constexpr (kFormat == PackedFormat::kInt4G32) {
+    if constexpr (Traits<kFormat>::kEachStretch) {
 #pragma unroll 1
       for (int piece = 0; piece < end - begin; ++piece)
         split_excess<kColumns>(sums + piece * Slot::kBlocks * Layout::kBlockSums);

@@ -49,20 +49,20 @@ struct BlockWords {
 // Scales and zeros of a block, for a lane: of rows g and g + 8.
 template <PackedFormat kFormat>
 struct LineScales {
-  static constexpr bool kEachStretch = kFormat == PackedFormat::kInt4G32;
+  static constexpr bool kEachStretch = Traits<kFormat>::kEachStretch;
   uint2 words[2];
   int zeros[2];
 
   // `block`: of this warp's in the piece, of which there are `left` from it on.
   template <class Reader>
   __device__ __forceinline__ LineScales(const Reader& reader, const TileRows& rows, int block, int left) {
-    zeros[0] = zeros[1] = 8;
-    if constexpr (kFormat == PackedFormat::kFp8) return;
+    zeros[0] = zeros[1] = Traits<kFormat>::kZero;
+    if constexpr (Traits<kFormat>::kScalesSums) return;
     if (left <= 0 && !reader.fetches_scales()) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       words[h] = reader.scales(rows, h, block);
-      if constexpr (kFormat == PackedFormat::kInt4) zeros[h] = reader.zero(rows, h, block);
+      if constexpr (Traits<kFormat>::kHasZeros) zeros[h] = reader.zero(rows, h, block);
     }
   }
 
@@ -90,8 +90,8 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
                                           uint32_t of_x, int of_sums,
                                           PackedAccumulators<kColumns>& accumulators) {
   constexpr int kTiles = kColumnTiles<kColumns>;
-  constexpr bool kFloats = kFormat == PackedFormat::kFp8, kCentered = kCenters<T>;
-  constexpr bool kEachStretch = kFormat == PackedFormat::kInt4G32;  // has scales of its own
+  constexpr bool kFloats = Traits<kFormat>::kIsFloat, kCentered = kCenters<T>;
+  constexpr bool kEachStretch = Traits<kFormat>::kEachStretch;  // has scales of its own
   BlockWords<kFormat> words;
   words.load(reader, rows, block);
   // Tensor cores cut sums off: those of a float32 x are halves.
@@ -130,8 +130,8 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
         } else {
           if constexpr (!kCentered) {
             const float of_column = i % 2 ? over.y : over.x;
-            all = kFormat == PackedFormat::kInt4 ? fmaf(float(scales.zeros[i / 2]), of_column, all)
-                                                 : all + of_column;
+            all = Traits<kFormat>::kHasZeros ? fmaf(float(scales.zeros[i / 2]), of_column, all)
+                                             : all + of_column;
           }
           accumulators[t][i] = fmaf(scales.of(i / 2, 0), all, accumulators[t][i]);
         }
@@ -140,9 +140,9 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
   }
 }
 
-// Adds what quants of kInt4G32 have in excess, for this warp's two blocks of a piece: one product of the
-// scales with x's sums over stretches, whose float16 and what that leaves are two halves of k. `of_x`: where
-// x has them for this lane; `blocks`: how many of the two there are.
+// Adds what quants have in excess where each stretch has a scale, for this warp's two blocks of a piece: one
+// product of the scales with x's sums over stretches, whose float16 and what that leaves are two halves of k.
+// `of_x`: where x has them for this lane; `blocks`: how many of the two there are.
 template <int kColumns, class Reader>
 __device__ __forceinline__ void add_excess(const Reader& reader, const TileRows& rows, uint32_t of_x,
                                            int blocks, PackedAccumulators<kColumns>& accumulators) {

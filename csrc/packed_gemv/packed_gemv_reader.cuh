@@ -41,10 +41,10 @@ template <PackedFormat kFormat>
 __device__ __forceinline__ uint2 scales_of(const PackedMatrix& matrix, int row, int block) {
   const uint16_t* from =
       matrix.scales + int64_t(row) * matrix.groups + block * PackedSlot<kFormat, kRingWarps>::kScalesPerBlock;
-  if constexpr (kFormat == PackedFormat::kInt4G32) return __ldg(reinterpret_cast<const uint2*>(from));
+  if constexpr (Traits<kFormat>::kEachStretch) return __ldg(reinterpret_cast<const uint2*>(from));
   return make_uint2(__ldg(from), 0);
 }
-// Of kInt4G32, two neighbors: of a lane's stretches of two blocks.
+// Where each stretch has one, two neighbors: of a lane's stretches of two blocks.
 template <PackedFormat kFormat>
 __device__ __forceinline__ uint32_t two_scales_of(const PackedMatrix& matrix, int row, int block) {
   const uint16_t* from = matrix.scales + int64_t(row) * matrix.groups + block * 4 + threadIdx.x % 4 * 2;

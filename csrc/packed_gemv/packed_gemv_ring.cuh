@@ -30,7 +30,7 @@ namespace hf_fastpath {
 template <class T, PackedFormat kFormat, int kColumns, bool kPrepared>
 using PackedX = std::conditional_t<
     kTakesRow<T, kColumns>,
-    std::conditional_t<kFormat == PackedFormat::kFp8, HalfX<T, kFormat>, ByteX<T, kFormat>>,
+    std::conditional_t<Traits<kFormat>::kIsFloat, HalfX<T, kFormat>, ByteX<T, kFormat>>,
     std::conditional_t<kPrepared, PreparedX<T, kFormat, kColumns>,
                        std::conditional_t<kTakesLanes<T, kColumns, kPrepared>, LaneX<T, kFormat, kColumns>,
                                           WarpX<kFormat, kColumns>>>>;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
                                                const PackedPlan& plan, char* ring, RingBarriers barriers) {
   constexpr int kLines = kLinesOf<T, kColumns, kPrepared>, kHalves = kEnd == RingEnd::kPlain ? 1 : 2;
   constexpr bool kRow = kTakesRow<T, kColumns>, kLanes = kTakesLanes<T, kColumns, kPrepared>;
-  constexpr bool kHasExcess = (kLanes || kPrepared) && kFormat == PackedFormat::kInt4G32;
+  constexpr bool kHasExcess = (kLanes || kPrepared) && Traits<kFormat>::kEachStretch;
   using Slot = PackedSlot<kFormat, kLines>;
   using X = PackedX<T, kFormat, kColumns, kPrepared>;
   const int tid = threadIdx.x, warp = tid / kWarpSize, lane = tid % kWarpSize, g = lane / 4, q = lane % 4;
@@ -208,7 +208,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
       values[half] = from[0];
       if (is_cluster) values[half] += from[kHalves * own * p.m];
       values[half] *= scale;
-      if constexpr (kFormat == PackedFormat::kFp8) {
+      if constexpr (Traits<kFormat>::kScalesSums) {
         const int row = packed_row(p, rope, plan.ring, share.begin + own_first + unit, half);
         values[half] *= __half2float(__ushort_as_half(__ldg(plan.matrix.scales + row)));
       }

@@ -13,7 +13,7 @@ constexpr int kLineBytes = 128;
 constexpr float kQuantUnit = 0x1p-24f;  // float16's smallest subnormal
 
 template <PackedFormat kFormat>
-constexpr int kBits = bits_of(kFormat);
+constexpr int kBits = Traits<kFormat>::kBits;
 
 // How a format lies in a slot: groups of PackedPlan::together rows, of each group kLines times 128 bytes of
 // every row, 16-byte pieces in the order of swizzled(); then their scales and zeros. A line of a row is for
@@ -26,14 +26,12 @@ struct PackedSlot {
   static constexpr int kBlockBytes = int(kPackedBlock) * kBits<kFormat> / 8;
   static constexpr int kBlocks = kPieceBytes / kBlockBytes;  // of a piece
   static constexpr int kWarpBlocks = kBlocks / kLines;       // of those, a warp's: 128 bytes
-  static constexpr int kScalesPerBlock = kFormat == PackedFormat::kFp8       ? 0
-                                         : kFormat == PackedFormat::kInt4G32 ? 4
-                                                                             : 1;
+  static constexpr int kScalesPerBlock = Traits<kFormat>::kScalesPerBlock;
   // Of a row. No copy takes less than 16 bytes, or starts between them (that is an illegal instruction): of
   // shorter pieces every other one is in the second half.
   static constexpr int kScaleBytes = kScalesPerBlock ? std::max(16, kBlocks * kScalesPerBlock * 2) : 0;
   static constexpr bool kSwizzlesScales = kScaleBytes > 16;
-  static constexpr int kZeroBytes = kFormat == PackedFormat::kInt4 ? std::max(16, kBlocks) : 0;
+  static constexpr int kZeroBytes = Traits<kFormat>::kHasZeros ? std::max(16, kBlocks) : 0;
   // Where a piece's first scale and zero lie in what is copied for it, in bytes.
   __device__ static __forceinline__ int scale_offset(int piece) {
     return piece * (kBlocks * kScalesPerBlock * 2) % 16;
@@ -147,7 +145,7 @@ struct Quants {
         }
         word >>= 8;
       }
-    } else if constexpr (kFormat == PackedFormat::kInt8) {
+    } else if constexpr (!Traits<kFormat>::kIsFloat) {
       const uint32_t unsigned_bytes = word ^ 0x80808080u;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -171,10 +169,16 @@ struct Quants {
   static __device__ __forceinline__ __half2 all_half2(float value) { return __float2half2_rn(value); }
 };
 
+// What quants have in excess of the weight in units of its scale, or what each of the zero is worth.
+template <PackedFormat kFormat>
+constexpr int kExcess = kBits<kFormat> == 8          ? 128
+                        : Traits<kFormat>::kHasZeros ? 1
+                                                     : Traits<kFormat>::kZero;
+
 // What a product is in units of.
 template <PackedFormat kFormat, bool kCentered>
-constexpr float kUndoQuants = kFormat == PackedFormat::kFp8 ? 1.f / kFloat8Unit
-                              : kCentered                   ? 1.f
-                                                            : 1.f / kQuantUnit;
+constexpr float kUndoQuants = Traits<kFormat>::kIsFloat ? 1.f / kFloat8Unit
+                              : kCentered               ? 1.f
+                                                        : 1.f / kQuantUnit;
 
 }  // namespace hf_fastpath

@@ -32,7 +32,7 @@ HF_INLINE __m256i rounded_top(__m256 value) {
 template <PackedFormat kFormat, class Element>
 HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, typename Element::Storage* to) {
   __m256 low, high;
-  if constexpr (kFormat == PackedFormat::kFp8) {  // float16's bits of 2^-8 of the value
+  if constexpr (Traits<kFormat>::kIsFloat) {  // float16's bits of 2^-8 of the value
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
     const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff)));
     low = F16::widen(_mm256_castsi256_si128(halves)), high = F16::widen(_mm256_extracti128_si256(halves, 1));
@@ -83,8 +83,8 @@ void dequantize_rows(const PackedWeight& weight, int64_t in_features, int64_t be
                      typename Element::Storage* to) {
   using Storage = typename Element::Storage;
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
-  constexpr int64_t kScales = kFormat == PackedFormat::kInt4G32 ? kStretches : 1;
-  const float unit = weight.multiplier * (kFormat == PackedFormat::kFp8 ? 256.0f : 1.0f);
+  constexpr int64_t kScales = Traits<kFormat>::kEachStretch ? kStretches : 1;
+  const float unit = weight.multiplier * (Traits<kFormat>::kIsFloat ? 256.0f : 1.0f);
   alignas(32) Storage last[kPackedBlock];
   for (int64_t n = begin; n < end; ++n) {
     const uint8_t* quants = weight.quants + n * weight.row_bytes();
@@ -93,10 +93,11 @@ void dequantize_rows(const PackedWeight& weight, int64_t in_features, int64_t be
       __m256 scale[kStretches];
 #pragma GCC unroll 4
       for (int s = 0; s < int(kStretches); ++s) {
-        const int64_t group = kFormat == PackedFormat::kFp8 ? 0 : b * kScales + s % kScales;
+        const int64_t group = Traits<kFormat>::kScalesSums ? 0 : b * kScales + s % kScales;
         scale[s] = s < kScales ? _mm256_set1_ps(_cvtsh_ss(scales[group]) * unit) : scale[0];
       }
-      const int zero = kFormat == PackedFormat::kInt4 ? weight.zeros[n * weight.groups + b] : 8;
+      const int zero =
+          Traits<kFormat>::kHasZeros ? weight.zeros[n * weight.groups + b] : Traits<kFormat>::kZero;
       const int64_t count = std::min(kPackedBlock, in_features - b * kPackedBlock);
       if (count == kPackedBlock) {
         dequantize_block<kFormat, Element>(quants, scale, zero, to);
@@ -116,16 +117,9 @@ void dequantize_packed_avx2(const PackedWeight& weight, int64_t in_features, DTy
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
     auto* const rows = static_cast<typename Element::Storage*>(to);
-    switch (weight.format) {
-      case PackedFormat::kInt8:
-        return dequantize_rows<PackedFormat::kInt8, Element>(weight, in_features, begin, end, rows);
-      case PackedFormat::kFp8:
-        return dequantize_rows<PackedFormat::kFp8, Element>(weight, in_features, begin, end, rows);
-      case PackedFormat::kInt4:
-        return dequantize_rows<PackedFormat::kInt4, Element>(weight, in_features, begin, end, rows);
-      case PackedFormat::kInt4G32:
-        return dequantize_rows<PackedFormat::kInt4G32, Element>(weight, in_features, begin, end, rows);
-    }
+    return with_format(weight.format, [&](auto tag) {
+      return dequantize_rows<decltype(tag)::value, Element>(weight, in_features, begin, end, rows);
+    });
   });
 }
 

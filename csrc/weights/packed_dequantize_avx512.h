@@ -144,14 +144,14 @@ struct SumScaledRows {
 
   HF_INLINE SumScaledRows of(const PackedWeight& args) {
     SumScaledRows weight{PackedRows<kFormat>::of(args), {}};
-    if constexpr (kFormat == PackedFormat::kFp8) weight.values = fp8_values<BF16>(1.0f);
+    if constexpr (Traits<kFormat>::kIsFloat) weight.values = fp8_values<BF16>(1.0f);
     return weight;
   }
 };
 
 // Those of outputs [n, n + count), of which the last before `end` stands for all behind it.
 HF_INLINE void sum_factors(const PackedWeight& args, int64_t n, int64_t end, int64_t count, float* to) {
-  const bool by_row = args.format == PackedFormat::kFp8;
+  const bool by_row = has_scale_of_row(args.format);
   for (int64_t i = 0; i < count; ++i) {
     to[i] = args.multiplier * (by_row ? half_to_float(args.scales[min_of(n + i, end - 1)]) : 1.0f);
   }
@@ -169,12 +169,13 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
   const __m512i first = _mm512_loadu_si512(quants);
   const auto scale = [&](int s) { return Weight::scale(weight, row, b, s) * multiplier; };
   if constexpr (bits_of(kFormat) == 4) {
-    const int zero = kFormat == PackedFormat::kInt4 ? weight.zeros[row * weight.groups + b] : 8;
+    const int zero =
+        Traits<kFormat>::kHasZeros ? weight.zeros[row * weight.groups + b] : Traits<kFormat>::kZero;
     const __m512 steps = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                        _mm512_set1_ps(static_cast<float>(zero)));
 #pragma GCC unroll 4
     for (int s = 0; s < kCount; ++s) {
-      if (s == 0 || kFormat == PackedFormat::kInt4G32) {
+      if (s == 0 || Traits<kFormat>::kEachStretch) {
         const __m512 table = _mm512_mul_ps(steps, _mm512_set1_ps(scale(s)));
         round_in_terms<Element>(table, table, words);
       }
@@ -182,7 +183,7 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
     }
   } else {
     const __m512i second = _mm512_loadu_si512(quants + 64);
-    if constexpr (kFormat == PackedFormat::kInt8) {
+    if constexpr (!Traits<kFormat>::kIsFloat) {
       const __m512 unit = _mm512_set1_ps(scale(0) * kByteUnit);
 #pragma GCC unroll 4
       for (int s = 0; s < kCount; ++s) {

@@ -22,7 +22,7 @@ void dequantize_rows(const PackedWeight& args, int64_t in_features, int64_t begi
   alignas(64) Storage last[kPackedBlock];
   for (int64_t n = begin; n < end; ++n) {
     Fp8Values values;
-    if constexpr (kFormat == PackedFormat::kFp8)
+    if constexpr (Traits<kFormat>::kIsFloat)
       values = fp8_values<Element>(Weight::scale(weight, n, 0, 0) * multiplier);
     for (int64_t b = 0; b < weight.blocks; ++b) {
       const int64_t count = std::min(kPackedBlock, in_features - b * kPackedBlock);
@@ -43,16 +43,9 @@ void dequantize_packed_avx512_bf16(const PackedWeight& weight, int64_t in_featur
   const auto dequantize = [&](auto element) {
     using Element = decltype(element);
     auto* const rows = static_cast<typename Element::Storage*>(to);
-    switch (weight.format) {
-      case PackedFormat::kInt8:
-        return dequantize_rows<PackedFormat::kInt8, Element>(weight, in_features, begin, end, rows);
-      case PackedFormat::kFp8:
-        return dequantize_rows<PackedFormat::kFp8, Element>(weight, in_features, begin, end, rows);
-      case PackedFormat::kInt4:
-        return dequantize_rows<PackedFormat::kInt4, Element>(weight, in_features, begin, end, rows);
-      case PackedFormat::kInt4G32:
-        return dequantize_rows<PackedFormat::kInt4G32, Element>(weight, in_features, begin, end, rows);
-    }
+    return with_format(weight.format, [&](auto tag) {
+      return dequantize_rows<decltype(tag)::value, Element>(weight, in_features, begin, end, rows);
+    });
   };
   if (dtype == DType::kBFloat16) return dequantize(BF16{});
   dequantize(F16{});

@@ -15,16 +15,12 @@ inline float fp8_to_float(uint8_t bits) {
 inline float step_at(const PackedWeight& weight, int64_t n, int64_t b, int64_t place) {
   const uint8_t* quants =
       weight.quants + n * weight.row_bytes() + b * kPackedBlock * bits_of(weight.format) / 8;
-  switch (weight.format) {
-    case PackedFormat::kInt8:
-      return static_cast<float>(static_cast<int8_t>(quants[place]));
-    case PackedFormat::kFp8:
-      return fp8_to_float(quants[place]);
-    default: {
-      const int quant = quants[place / 2] >> place % 2 * 4 & 15;
-      return static_cast<float>(quant - (weight.zeros != nullptr ? weight.zeros[n * weight.groups + b] : 8));
-    }
-  }
+  if (is_float(weight.format)) return fp8_to_float(quants[place]);
+  if (bits_of(weight.format) == 8) return static_cast<float>(static_cast<int8_t>(quants[place]));
+  const int quant = quants[place / 2] >> place % 2 * 4 & 15;
+  const int zero =
+      has_zeros(weight.format) ? weight.zeros[n * weight.groups + b] : traits_of(weight.format).zero;
+  return static_cast<float>(quant - zero);
 }
 
 // With the scale.

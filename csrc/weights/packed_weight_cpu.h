@@ -1,5 +1,5 @@
 // A quantized weight as the kernels on the CPU take it, and its rows as floats: free of torch.
-// hf_fastpath/quantization/formats.py says how quants, scales and zeros lie.
+// hf_fastpath/packed_formats.py says how quants, scales and zeros lie.
 #pragma once
 
 #include "common/dtype.h"

@@ -17,7 +17,7 @@ struct PackedShape {
 inline PackedShape check_packed(int64_t k, const Tensor& quants, const Tensor& scales,
                                 const std::optional<Tensor>& zeros, int64_t format, const char* op) {
   PackedShape shape{};
-  shape.format = choice_of(format, PackedFormat::kInt4G32, op, "format");
+  shape.format = choice_of(format, kLastPackedFormat, op, "format");
   shape.blocks = (k + kPackedBlock - 1) / kPackedBlock;
   shape.groups = groups_of(shape.format, shape.blocks);
   const int64_t row_bytes = shape.blocks * kPackedBlock * bits_of(shape.format) / 8;
@@ -29,7 +29,7 @@ inline PackedShape check_packed(int64_t k, const Tensor& quants, const Tensor& s
   };
   STD_TORCH_CHECK(fits(scales) && dtype_of(scales, op) == DType::kFloat16, "hf_fastpath::", op,
                   ": scales have to be float16 [out_features, ", shape.groups, "]");
-  STD_TORCH_CHECK(zeros.has_value() == (shape.format == PackedFormat::kInt4) &&
+  STD_TORCH_CHECK(zeros.has_value() == has_zeros(shape.format) &&
                       (!zeros || (fits(*zeros) && zeros->element_size() == 1)),
                   "hf_fastpath::", op, ": format ", format, " and zeros do not go together");
   return shape;

@@ -32,7 +32,7 @@ if not __package__:  # as a script: the package would import torch, and modules 
     sys.modules["hf_fastpath_recipe"].__path__ = [str(_folder.parent)]
 
 from ..progress import counted
-from . import build_cache, old_glibc, toolchain
+from . import build_cache, generated, old_glibc, toolchain
 from .build_cache import description, locked, why_damaged
 from .compiler_output import first_error
 from .ptxas_report import write_ptxas_report
@@ -95,7 +95,7 @@ def sources_hash(target: str) -> str:
     Raises:
         BuildError: there are no sources, or they cannot be read.
     """
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+    digest = hashlib.sha256(Path(__file__).read_bytes() + repr(generated.files()).encode())
     headers = [*source_dir().glob("*/*.h"), *source_dir().glob("*/*.cuh")]
     try:
         for path in sorted({*sources(target), *headers}):
@@ -293,6 +293,7 @@ def build(
     started = time.monotonic()
     what = "CPU" if target == "cpu" else f"CUDA (sm_{', sm_'.join(cuda_archs)})"
     try:
+        generated.update(source_dir())
         output_dir.mkdir(parents=True, exist_ok=True)
         with build_cache.workshop() as (work, objects):
             plan = _Plan(target, tools, cuda_archs, flags, objects)

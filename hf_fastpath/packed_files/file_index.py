@@ -3,7 +3,7 @@
 ``packed.safetensors.index.json`` has the entries that an index of transformers' checkpoints has, ``metadata`` and
 ``weight_map``, and two of its own:
 
-* ``hf_fastpath``: ``version`` and ``layout`` of what the files hold (``quantization/formats.py``); ``save_id``, with
+* ``hf_fastpath``: ``version`` and ``layout`` of what the files hold (``packed_formats.py``); ``save_id``, with
   which the names of all files of one save begin; ``files``: name -> [bytes, :func:`digest`]; ``tensors``: name ->
   [dtype, shape, offset in its file]; ``placed``: the files for other programs that this save has put into the folder,
   such as ``config.json``; ``model``: a :class:`Header`;
@@ -28,7 +28,7 @@ import torch
 from ..quantization.formats import FORMATS, is_multiplier
 
 VERSION = 2
-#: name of the order of the quants, as ``quantization/formats.py`` describes it; another order would get another name
+#: name of the order of the quants, as ``packed_formats.py`` describes it; another order would get another name
 LAYOUT = "four-stretches-of-32"
 #: name of our entry in the index, in a journal, and in a shard's own metadata
 KEY = "hf_fastpath"

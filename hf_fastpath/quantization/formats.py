@@ -1,16 +1,4 @@
-"""Formats of quantized weights: the one description that the quantizer, the kernels, the tests and the docs read.
-
-A row of a weight is cut into groups. The weights of a group share one scale, and a zero point if the format has zero
-points: ``weight = multiplier * scale * (quant - zero)``. Quants, scales and zeros are separate tensors, so that a
-kernel reads each of them as one unbroken stream:
-
-* quants, uint8 [rows, blocks * BLOCK * bits / 8]: rows are padded to whole blocks of 128 weights. A block consists of
-  32-bit little-endian words of four or eight neighboring weights each, the first weight in the lowest bits. A block has
-  four stretches of 32 weights, whose words take turns: word ``4 w + s`` is the ``w``-th word of stretch ``s``. So 16
-  bytes hold one word of each stretch, and a lane that reads every fourth word reads one stretch.
-* scales, float16 [rows, groups], and zeros, uint8 [rows, groups]; the padding of a block is quants of value zero.
-* multiplier, a power of two for the whole matrix: it keeps the scales in float16's normal range.
-"""
+"""Quantized weights as tensors: how the formats of ``hf_fastpath/packed_formats.py`` are packed and read again."""
 
 from __future__ import annotations
 
@@ -22,53 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..choices import PackedFormat
+from ..packed_formats import BLOCK, FORMATS, STRETCHES, Format, padded
 
-#: weights that are ordered together; rows are padded to whole blocks
-BLOCK = 128
-_STRETCHES = 4  # stretches of a block, whose words take turns
-
-
-@dataclass(frozen=True)
-class Format:
-    """How weights of few bits are stored.
-
-    Attributes:
-        name: the name that ``patch(weights=)`` takes.
-        bits: bits of a quant, 4 or 8.
-        group: number of weights that share a scale; 0 for a whole row.
-        lowest, highest: range of a quant, less its zero if that is fixed; of floats the largest magnitude.
-        has_zeros: whether groups have zero points of their own; else ``zero`` holds for all groups.
-        zero: quant of the weight 0.
-        is_float: quants are float8_e4m3fn instead of integers.
-    """
-
-    name: str
-    bits: int
-    group: int
-    lowest: int
-    highest: int
-    has_zeros: bool = False
-    zero: int = 0
-    is_float: bool = False
-
-    @property
-    def packed_format(self) -> PackedFormat:
-        """The name that ops have for the format."""
-        return PackedFormat[self.name.upper()]
-
-    def groups(self, in_features: int) -> int:
-        """Return the number of groups of a row."""
-        return 1 if self.group == 0 else padded(in_features) // self.group
-
-    def nbytes(self, out_features: int, in_features: int) -> int:
-        """Return the bytes of a matrix that a product reads."""
-        groups = self.groups(in_features) * (3 if self.has_zeros else 2)
-        return out_features * (padded(in_features) * self.bits // 8 + groups)
-
-
-def padded(in_features: int) -> int:
-    """Return the number of weights of a row with its padding."""
-    return -(-in_features // BLOCK) * BLOCK
+__all__ = ["BLOCK", "FORMATS", "Format", "PackedWeight", "is_multiplier", "pack", "padded", "unpack"]
 
 
 def is_multiplier(value: Any) -> bool:
@@ -76,21 +20,9 @@ def is_multiplier(value: Any) -> bool:
     return type(value) is float and 0 < value <= 2.0**127 and math.frexp(value)[0] == 0.5
 
 
-#: every format, by name
-FORMATS = {
-    format.name: format
-    for format in (
-        Format("int8", 8, 128, -127, 127),
-        Format("fp8", 8, 0, -448, 448, is_float=True),
-        Format("int4", 4, 128, 0, 15, has_zeros=True),
-        Format("int4_g32", 4, 32, -8, 7, zero=8),
-    )
-}
-
-
 @dataclass(frozen=True)
 class PackedWeight:
-    """A quantized weight; see the module's docstring for its tensors.
+    """A quantized weight; ``hf_fastpath/packed_formats.py`` describes its tensors.
 
     Attributes:
         format: its format.
@@ -183,7 +115,7 @@ class PackedWeight:
 def _in_words(format: Format, quants: torch.Tensor) -> torch.Tensor:
     """View quants [rows, n] as [rows, blocks, stretches, words, quants of a word]."""
     word = 32 // format.bits
-    return quants.reshape(quants.shape[0], -1, _STRETCHES, BLOCK // _STRETCHES // word, word)
+    return quants.reshape(quants.shape[0], -1, STRETCHES, BLOCK // STRETCHES // word, word)
 
 
 def pack(format: Format, quants: torch.Tensor) -> torch.Tensor:
@@ -198,4 +130,4 @@ def unpack(format: Format, packed: torch.Tensor) -> torch.Tensor:
         packed = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
     rows, blocks = packed.shape[0], packed.shape[1] // BLOCK
     word = 32 // format.bits
-    return packed.view(rows, blocks, BLOCK // _STRETCHES // word, _STRETCHES, word).transpose(2, 3).reshape(rows, -1)
+    return packed.view(rows, blocks, BLOCK // STRETCHES // word, STRETCHES, word).transpose(2, 3).reshape(rows, -1)

@@ -1,0 +1,128 @@
+"""Files of ``csrc`` that the build writes from ``packed_formats.py``: traits, and each format's kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..packed_formats import FORMATS, Format
+
+_MARK = "// Written by the build (hf_fastpath/native/generated.py) from hf_fastpath/packed_formats.py."
+
+#: C++ file with one place for a format -> what the file has between its include and its end
+_INSTANCES = {
+    "packed_gemv/packed_gemv_{name}.cu": """#include "packed_gemv/packed_gemv_launch.cuh"
+
+namespace hf_fastpath {
+
+constexpr PackedFormat kMade = {enumerator};
+
+template int64_t packed_format_workspace_bytes<kMade>(const GemvParams&, const PackedMatrix&);
+template void launch_packed_format<kMade>(const GemvParams&, int, const PackedMatrix&,
+                                          const RopeAppendParams*, void*, cudaStream_t);
+
+}  // namespace hf_fastpath
+""",
+    "packed_gemm/packed_gemm_{name}.cu": """#include "packed_gemm/packed_gemm_launch.cuh"
+
+namespace hf_fastpath {
+
+constexpr PackedFormat kMade = {enumerator};
+
+template void launch_packed_gemm_format<kMade>(const PackedGemmParams&, const PackedGemmPlan&, char*,
+                                               cudaStream_t);
+
+}  // namespace hf_fastpath
+""",
+}
+
+_HEADER = """#pragma once
+
+#include <type_traits>
+
+namespace hf_fastpath {
+
+// By number in ops' schemas: hf_fastpath/choices.py has the names.
+enum class PackedFormat : int {
+%(enumerators)s
+};
+constexpr PackedFormat kLastPackedFormat = %(last)s;
+
+// The format of number i is row i.
+inline constexpr PackedTraits kPackedTraits[] = {
+%(rows)s
+};
+
+// Calls f(the format as a constant). Ops have checked that `format` is one.
+template <class F>
+static inline auto with_format(PackedFormat format, F&& f) {
+  switch (format) {
+%(cases)s
+  }
+  __builtin_unreachable();
+}
+
+}  // namespace hf_fastpath
+"""
+
+
+def _camel(name: str) -> str:
+    return "k" + "".join(part.capitalize() for part in name.split("_"))
+
+
+def _enumerator(format: Format) -> str:
+    return f"PackedFormat::{_camel(format.name)}"
+
+
+def _row(format: Format) -> str:
+    values, zeros = f"PackedValues::{_camel(format.values.value)}", f"PackedZeros::{_camel(format.zeros.value)}"
+    traits = (f'"{format.name}"', format.bits, values, format.group, zeros, format.zero)
+    return f"    {{{', '.join(map(str, traits))}}},"
+
+
+def _case(format: Format) -> str:
+    name = _enumerator(format)
+    return f"    case {name}:\n      return f(std::integral_constant<PackedFormat, {name}>{{}});"
+
+
+def files() -> dict[str, str]:
+    """Return the generated files: path in ``csrc`` -> text."""
+    formats = sorted(FORMATS.values(), key=lambda format: format.packed_format)
+    header = _HEADER % {
+        "enumerators": "\n".join(f"  {_camel(each.name)} = {int(each.packed_format)}," for each in formats),
+        "last": _enumerator(formats[-1]),
+        "rows": "\n".join(map(_row, formats)),
+        "cases": "\n".join(map(_case, formats)),
+    }
+    made = {"weights/formats.generated.h": f"{_MARK}\n{header}"}
+    for place, text in _INSTANCES.items():
+        for format in formats:
+            named = text.replace("{enumerator}", _enumerator(format))
+            made[place.format(name=format.name)] = f"{_MARK}\n{named}"
+    return made
+
+
+def outdated(csrc: Path) -> list[Path]:
+    """Return the generated files of ``csrc`` that are not as :func:`files` has them, and those that it has no more."""
+    made = files()
+    wrong = [csrc / name for name in made if (csrc / name).parent.is_dir() and _text(csrc / name) != made[name]]
+    there = (path for place in {Path(name).parent for name in made} for path in (csrc / place).glob("*"))
+    return wrong + [path for path in there if _text(path).startswith(_MARK) and str(path.relative_to(csrc)) not in made]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def update(csrc: Path) -> None:
+    """Write the generated files of ``csrc`` that are outdated, and remove those of formats that are no more.
+
+    Raises:
+        OSError: a file is outdated and cannot be written.
+    """
+    made = files()
+    for path in outdated(csrc):
+        name = path.relative_to(csrc).as_posix()
+        if name in made:
+            path.write_text(made[name])
+        else:
+            path.unlink()

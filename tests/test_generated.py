@@ -1,0 +1,172 @@
+"""What the build writes of the formats of quantized weights: it is up to date, and C++ says the same as Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_fastpath import packed_formats
+from hf_fastpath.choices import PackedFormat
+from hf_fastpath.native import build, generated, toolchain
+from hf_fastpath.packed_formats import FORMATS, Format, QuantValues, ZeroPoints
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+HEADER = "weights/formats.generated.h"
+#: files with choices that were measured for a format by its name
+MEASURED = {"gemm/gemm_cpu.cpp", "packed_gemv/packed_gemv_cpu.cpp", "packed_gemm/packed_gemm_cpu.cpp"}
+
+
+def test_generated_files_are_up_to_date():
+    assert generated.outdated(CSRC) == [], "python hf_fastpath/native/build.py cpu writes them"
+    assert set(generated.files()) == {
+        HEADER,
+        *(f"{op}/{op}_{name}.cu" for op in ("packed_gemv", "packed_gemm") for name in FORMATS),
+    }
+
+
+def test_numbers_are_those_of_ops():
+    assert [int(each.packed_format) for each in FORMATS.values()] == list(range(len(PackedFormat))) == [0, 1, 2, 3]
+
+
+def test_update_writes_what_differs_and_removes_what_is_no_more(tmp_path, monkeypatch):
+    for name in generated.files():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+    others = tmp_path / "packed_gemv" / "packed_gemv_launch.cuh"
+    others.write_text("// of a person\n")
+    generated.update(tmp_path)
+    assert generated.outdated(tmp_path) == [] and len(list(tmp_path.glob("*/*"))) == len(generated.files()) + 1
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
+    (tmp_path / HEADER).write_text("// changed\n")
+    monkeypatch.setattr(generated, "FORMATS", {name: each for name, each in FORMATS.items() if name != "int4_g32"})
+    generated.update(tmp_path)
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*")}
+    assert left == {*generated.files(), "packed_gemv/packed_gemv_launch.cuh"}
+    assert "kInt4G32" not in (tmp_path / HEADER).read_text() and others.read_text() == "// of a person\n"
+    unchanged = tmp_path / "packed_gemm" / "packed_gemm_fp8.cu"
+    assert unchanged.stat().st_mtime_ns == times[unchanged]
+
+
+def test_hash_of_the_sources_has_the_generated_files(monkeypatch):
+    before = build.sources_hash("cpu")
+    monkeypatch.setattr(generated, "FORMATS", {name: each for name, each in FORMATS.items() if name != "int4_g32"})
+    assert build.sources_hash("cpu") != before
+
+
+def test_no_file_asks_for_the_name_of_a_format():
+    """Kernels ask for traits, so that a further format does not fall into a branch that was written for another."""
+    named = re.compile(r"PackedFormat::k[A-Z]\w*")
+    found = {
+        path.relative_to(CSRC).as_posix()
+        for path in CSRC.glob("*/*.*")
+        if path.suffix != ".csv" and named.search(path.read_text())
+    }
+    assert found - set(generated.files()) == MEASURED
+    for name in MEASURED:
+        assert len(named.findall((CSRC / name).read_text())) <= 2, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    (
+        ({"bits": 3}, "bits is 3"),
+        ({"group": 64}, "group is 64"),
+        ({"values": QuantValues.TABLE}, "no kernel reads one"),
+        ({"zero": 8, "zeros": ZeroPoints.NONE}, "zero is 8 and not fixed"),
+        ({"direction": "outputs"}, "direction is outputs"),
+        ({"scale_dtype": "e8m0"}, "scale_dtype is e8m0"),
+        ({"order": "rows"}, "order is rows"),
+    ),
+)
+def test_a_format_without_kernels_is_refused(changes, text):
+    with pytest.raises(ValueError, match=f"format 'new': .*{text}.*: write kernels"):
+        dataclasses.replace(FORMATS["int4"], name="new", **changes)
+
+
+def test_the_recipe_imports_no_torch():
+    script = "import runpy, sys; sys.argv = ['build.py', '--help']\n"
+    script += f"try: runpy.run_path({str(ROOT / 'hf_fastpath/native/build.py')!r}, run_name='__main__')\n"
+    script += (
+        "except SystemExit: pass\nprint('torch' in sys.modules, 'hf_fastpath_recipe.packed_formats' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "False True", result.stderr
+
+
+# ---- C++ ---------------------------------------------------------------------------------------------------
+
+PRINT = """
+#include <cstdio>
+#include "weights/packed_format.h"
+using namespace hf_fastpath;
+template <PackedFormat kFormat>
+void print() {
+  using T = Traits<kFormat>;
+  std::printf("[\\"%s\\", %d, %d, %d, %d, %d, %d, %d, [", traits_of(kFormat).name, int(kFormat), T::kBits, T::kIsFloat,
+              T::kHasZeros, T::kZero, T::kScalesSums, T::kEachStretch);
+  for (int64_t blocks = 1; blocks < 4; ++blocks) std::printf("%d, ", int(groups_of(kFormat, blocks)));
+  std::printf("0], [");
+  for (int64_t i = 0; i < 12; ++i) std::printf("%d, ", int(group_of(kFormat, i / 4, i % 4)));
+  std::printf("0]]\\n");
+}
+int main() {
+  for (int i = 0; i <= int(kLastPackedFormat); ++i) {
+    with_format(PackedFormat(i), [](auto format) { print<decltype(format)::value>(); });
+  }
+}
+"""
+
+
+def compiled(folder: Path, csrc: Path) -> subprocess.CompletedProcess:
+    try:
+        cxx = toolchain.find_toolchain("cpu").cxx
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    (folder / "print.cpp").write_text(PRINT)
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{csrc}", "-o", str(folder / "print")]
+    return subprocess.run([*shlex.split(cxx), *flags, str(folder / "print.cpp")], capture_output=True, text=True)
+
+
+def test_traits_are_those_of_the_formats(tmp_path):
+    result = compiled(tmp_path, CSRC)
+    assert result.returncode == 0, result.stderr
+    said = subprocess.run([str(tmp_path / "print")], capture_output=True, text=True, check=True).stdout
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert [row[0] for row in rows] == list(FORMATS)
+    for name, number, bits, is_float, has_zeros, zero, of_row, each_stretch, groups, places in rows:
+        format = FORMATS[name]
+        assert (number, bits, is_float) == (int(format.packed_format), format.bits, format.is_float)
+        assert (has_zeros, zero) == (format.has_zeros, format.zero)
+        assert (of_row, each_stretch) == (format.group == 0, format.group == 32)
+        assert groups[:-1] == [format.groups(128 * blocks) for blocks in (1, 2, 3)]
+        of_weight = [0 if format.group == 0 else weight // format.group for weight in range(0, 3 * 128, 32)]
+        assert places[:-1] == of_weight
+
+
+@pytest.mark.parametrize(
+    ("format", "said"),
+    (
+        (Format("fp4", 4, 32, -6, 6, values=QuantValues.FLOATS), "floats are e4m3"),
+        (Format("uint8", 8, 128, 0, 255, zeros=ZeroPoints.OF_GROUP), "bytes are signed"),
+        (Format("int4_g128", 4, 128, -8, 7, zeros=ZeroPoints.FIXED, zero=8), "groups of 128 have zeros"),
+        (Format("int8_g32", 8, 32, -127, 127), "groups of 32 are of 4 bits"),
+    ),
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_further_format_does_not_fall_into_branches_of_others(tmp_path, monkeypatch, format, said):
+    """A format that Python admits and that no kernel was written for does not compile."""
+    (tmp_path / "weights").mkdir()
+    shutil.copy(CSRC / "weights" / "packed_format.h", tmp_path / "weights")
+    monkeypatch.setattr(Format, "packed_format", property(lambda self: list(generated.FORMATS).index(self.name)))
+    monkeypatch.setattr(generated, "FORMATS", packed_formats.FORMATS | {format.name: format})
+    generated.update(tmp_path)
+    result = compiled(tmp_path, tmp_path)
+    assert result.returncode != 0 and said in result.stderr, result.stderr[-2000:]
