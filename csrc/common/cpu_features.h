@@ -31,6 +31,8 @@ constexpr CpuFeatures kArchitecture = kDotprod | kI8mm;
 constexpr CpuFeatures kArchitecture = kBaseline;
 #endif
 
+constexpr bool is_possible(CpuFeatures needs) { return (needs & ~kArchitecture) == 0; }
+
 // How CPUs that have the same features differ.
 struct CpuTuning {
   const char* name;

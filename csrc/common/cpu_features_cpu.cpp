@@ -14,6 +14,7 @@
 #include <string>
 
 #include "common/cpu_features.h"
+#include "common/cpu_names.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -122,6 +123,30 @@ const char* find_tuning() { return "generic"; }
 
 #endif
 
+}  // namespace
+
+const CpuTuning* tuning_named(const std::string& name) {
+  for (const CpuTuning& each : kTunings) {
+    if (name == each.name) return &each;
+  }
+  return nullptr;
+}
+
+std::string feature_names(CpuFeatures features, bool all, const char* quote) {
+  CpuFeatures left = features;
+  for (int row = 0; row < kFeatureCount && !all; ++row) {
+    if ((features & bit_of(row)) != 0) left &= ~(kFeatures[row].features & ~bit_of(row));
+  }
+  std::string text;
+  for (int row = 0; row < kFeatureCount; ++row) {
+    if ((left & bit_of(row)) == 0) continue;
+    text += std::string(text.empty() ? "" : ", ") + quote + kFeatures[row].name + quote;
+  }
+  return text;
+}
+
+namespace {
+
 // ---- what HF_FASTPATH_CPU leaves ------------------------------------------------------------------------
 
 struct Choice {
@@ -147,25 +172,9 @@ CpuFeatures with_needs(CpuFeatures features) {
   return all;
 }
 
-const CpuTuning* tuning_of(const std::string& name) {
-  for (const CpuTuning& each : kTunings) {
-    if (name == each.name) return &each;
-  }
-  return nullptr;
-}
-
-std::string list_of_features(CpuFeatures features, const char* quote) {
-  std::string text;
-  for (int row = 0; row < kFeatureCount; ++row) {
-    if ((features & bit_of(row)) == 0) continue;
-    text += std::string(text.empty() ? "" : ", ") + quote + kFeatures[row].name + quote;
-  }
-  return text;
-}
-
 [[noreturn]] void refuse(const char* variable, const std::string& value, const std::string& word) {
   std::string text = std::string("hf_fastpath: ") + variable + "=" + value + " has the unknown word '" + word;
-  text += "', expected, between commas, names of features: " + list_of_features(~CpuFeatures{0}, "");
+  text += "', expected, between commas, names of features: " + feature_names(~CpuFeatures{0}, true);
   text += ", amx (all of AMX) or baseline (none); such a name behind '-'; or tune= with one of";
   for (const CpuTuning& each : kTunings) text += std::string(" ") + each.name;
   throw std::runtime_error(text +
@@ -182,7 +191,7 @@ std::string plain(const std::string& word) {
 }
 
 Choice choose() {
-  Choice choice{find_features(), 0, tuning_of(find_tuning())};
+  Choice choice{find_features(), 0, tuning_named(find_tuning())};
   choice.used = choice.found;
   const char* variable = "HF_FASTPATH_CPU";
   const char* value = std::getenv(variable);
@@ -197,7 +206,7 @@ Choice choose() {
     const std::string word = plain(text.substr(begin, end - begin));
     begin = end + 1;
     if (word.rfind("tune=", 0) == 0) {
-      choice.tuning = tuning_of(word.substr(5));
+      choice.tuning = tuning_named(word.substr(5));
       if (choice.tuning == nullptr) refuse(variable, text, word);
     } else if (word.rfind('-', 0) == 0) {
       const CpuFeatures features = named(word.substr(1));
@@ -235,9 +244,9 @@ extern "C" __attribute__((visibility("default"))) const char* hf_fastpath_cpu() 
   thread_local std::string text;
   try {
     const Choice& made = choice();
-    text = "{\"found\": [" + list_of_features(made.found, "\"") + "], \"used\": [" +
-           list_of_features(made.used, "\"") + "], \"known\": [" + list_of_features(~CpuFeatures{0}, "\"") +
-           "], \"tuning\": \"" + made.tuning->name + "\"}";
+    text = "{\"found\": [" + feature_names(made.found, true, "\"") + "], \"used\": [" +
+           feature_names(made.used, true, "\"") + "], \"known\": [" +
+           feature_names(~CpuFeatures{0}, true, "\"") + "], \"tuning\": \"" + made.tuning->name + "\"}";
   } catch (const std::exception& error) {
     text = "{\"error\": \"";
     for (const char* c = error.what(); *c != '\0'; ++c) {

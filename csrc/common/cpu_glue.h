@@ -18,15 +18,11 @@ namespace hf_fastpath {
 
 // Whether kernels that need these features may run here. The compiler sees which ones no CPU of its
 // architecture has, and leaves out what would call their kernels.
-inline bool may_run(CpuFeatures needs) { return (needs & ~kArchitecture) == 0 && cpu_has(needs); }
+inline bool may_run(CpuFeatures needs) { return is_possible(needs) && cpu_has(needs); }
 
 inline bool use_avx2() { return may_run(kAvx2); }
 inline bool use_avx512() { return may_run(kAvx512); }
 inline bool use_avx512_vnni() { return may_run(kVnni); }
-inline bool use_amx() { return may_run(kAmxBf16); }
-
-// Whether *_amx_avx512_bf16.cpp takes x of this type.
-inline bool use_amx_products(DType dtype) { return dtype != DType::kFloat32 && may_run(kAmxBf16 | kBf16Dot); }
 
 // Whether pairs of bfloat16 are multiplied in less time than they are widened.
 inline bool use_bf16_products() { return may_run(kBf16Dot) && cpu_tuning().prefers_bf16_dot; }

@@ -41,7 +41,7 @@ void run_experts(const ExpertsCall& call) {
   float* const hidden = call.spare;
   float* const rounded = hidden + count * width_stride;
   float* const outputs = rounded + count * width_stride;
-  Linear* const kernel = linear_kernel();
+  Linear* const kernel = float_linear_kernel(dtype);
   const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
   // Of a group's rows, to rows of `to` that lie side by side.
   const auto group_args = [&](const ExpertPairs::Group& group, const float* x, int64_t x_stride,

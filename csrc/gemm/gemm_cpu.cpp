@@ -1,5 +1,5 @@
-// gemm on the CPU: checks, allocation, threads, the choice of the route, and the routes that use PyTorch's
-// product; also of a quantized weight, whose rows are dequantized as they are needed (packed_gemm_cpu.cpp).
+// gemm on the CPU: checks, allocation, threads, and its routes, with those that use PyTorch's product; also
+// of a quantized weight, whose rows are dequantized as they are needed (packed_gemm_cpu.cpp).
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <atomic>
@@ -8,6 +8,7 @@
 #include "common/convert_cpu.h"
 #include "common/cpu_math.h"
 #include "gemm/gemm_glue_cpu.h"
+#include "gemm/gemm_routes_cpu.h"
 #include "gemv/gemv_glue_cpu.h"
 #include "weights/packed_tensors_cpu.h"
 
@@ -64,14 +65,6 @@ WeightRows weight_rows(const GemmArgs& args, int64_t begin, int64_t end) {
 // Least number of strips for a thread: they are taken in turn, so that none waits long for the last.
 constexpr int64_t kStripsPerPart = 2;
 
-// The product of rows [first, first + rows) of x alone.
-GemmArgs rows_of(GemmArgs args, int64_t first, int64_t rows) {
-  args.rows = rows;
-  args.out = at(args.out, first * args.out_features, args.dtype);
-  if (args.residual != nullptr) args.residual = at(args.residual, first * args.out_features, args.dtype);
-  return args;
-}
-
 // Rows [first, first + rows) of x as the kernels read them.
 void convert_blocks(const RowView& x, DType dtype, int64_t first, int64_t rows, float* out) {
   const auto convert = converter();
@@ -122,16 +115,8 @@ void run_blocked(GemmArgs whole, const RowView& x, GemmStrip* kernel) {
 
 // ---- the kernels of gemv --------------------------------------------------------------------------------
 
-// Rows up to which these, which read a weight as it lies in memory, are faster than kernels that lay it
-// out in panels first; kMaxPackedAmxRows in tiles, as with quantized weights.
-constexpr int64_t kGemvRows = 32;
 // Bytes of a weight over which all rows pass before the next are read: the second-level cache holds them.
 constexpr int64_t kPassedBytes = 512 << 10;
-
-bool takes_gemv(const GemmArgs& args, int64_t rows) {
-  if (!use_avx2() || args.transposed) return false;
-  return rows <= (x_layout(args.dtype, rows) == XLayout::kAmxTiles ? kMaxPackedAmxRows : kGemvRows);
-}
 
 // `rows` rows of x from `first` on as the linear kernel for `layout` takes them.
 LinearArgs linear_args(const GemmArgs& args, const RowView& x, int64_t first, int64_t rows, XLayout layout,
@@ -154,8 +139,11 @@ LinearArgs linear_args(const GemmArgs& args, const RowView& x, int64_t first, in
   return out;
 }
 
-void run_gemv(const GemmArgs& args, const RowView& x) {
-  const XLayout layout = x_layout(args.dtype, x.rows);
+}  // namespace
+
+bool gemm_by_gemv(const GemmArgs& args, const RowView& x) {
+  const Route& route = linear_route(args.dtype, x.rows);
+  const XLayout layout = route.layout;
   const int64_t most = layout == XLayout::kAmxTiles ? kMaxAmxRows : kMaxRows,
                 stride = row_stride(args.in_features);
   const int64_t pieces = (x.rows + most - 1) / most;
@@ -164,7 +152,7 @@ void run_gemv(const GemmArgs& args, const RowView& x) {
   float* const floats = memory + pieces * others;
   const int64_t row_bytes = args.in_features * element_size(args.dtype);
   const int64_t block = std::max(kOutputGranule, kPassedBytes / row_bytes / kOutputGranule * kOutputGranule);
-  Linear* const kernel = linear_kernel(layout);
+  Linear* const kernel = route.linear;
   std::vector<LinearArgs> linear(pieces);
   for_each_range(pieces, x.rows * stride * kFloat, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -183,20 +171,23 @@ void run_gemv(const GemmArgs& args, const RowView& x) {
       }
     }
   });
+  return true;
 }
 
+#if defined(__x86_64__)
+
 // ---- the tiles of AMX ----------------------------------------------------------------------------------
+
+namespace {
 
 // Rows of x that pass over a weight at a time, and most outputs of a strip: a block of these rows and the
 // strip's accumulators are in the second-level cache.
 constexpr int64_t kAmxPassRows = 512, kAmxStrip = 256;
 
-bool takes_amx(const GemmArgs& args, int64_t rows) {
-  return rows > kMaxPackedAmxRows && use_amx_products(args.dtype);
-}
+}  // namespace
 
-// False where a sum is not finite that may have to be: then what is written may be wrong.
-bool run_amx(GemmArgs whole, const RowView& x) {
+bool gemm_in_tiles(const GemmArgs& asked, const RowView& x) {
+  GemmArgs whole = asked;
   const int64_t pieces = (x.rows + kAmxPassRows - 1) / kAmxPassRows;
   const int64_t most = round_up((x.rows + pieces - 1) / pieces, kAmxPairRows);
   const int64_t threads = part_count(most * whole.out_features * whole.in_features, kWorkPerPart);
@@ -228,21 +219,9 @@ bool run_amx(GemmArgs whole, const RowView& x) {
   return finite;
 }
 
-}  // namespace
-
 // ---- pairs of bfloat16 ---------------------------------------------------------------------------------
 
-// Quantized weights: from as many rows on as make up for dequantizing them, up to where oneDNN is as fast.
-// Others: where the kernels of gemv pass over a weight more than once.
-bool takes_pairs(const GemmArgs& args, int64_t rows) {
-  if (args.dtype != DType::kBFloat16 || !use_bf16_products() || args.transposed) return false;
-  if (args.packed == nullptr) return rows > kMaxRows && rows <= kGemvRows;
-  const PackedFormat format = args.packed->format;
-  const int64_t least = format == PackedFormat::kFp8 || format == PackedFormat::kInt4 ? kPairedRows / 2 : 6;
-  return rows >= least && rows <= 512;
-}
-
-void run_in_pairs(const GemmArgs& whole, const RowView& x) {
+bool gemm_in_pairs(const GemmArgs& whole, const RowView& x) {
   constexpr int64_t kRowsAtOnce = 256;  // of x: a block of them is in the second-level cache
   const int64_t pieces = (x.rows + kRowsAtOnce - 1) / kRowsAtOnce, most = (x.rows + pieces - 1) / pieces;
   auto* const laid_out =
@@ -261,7 +240,10 @@ void run_in_pairs(const GemmArgs& whole, const RowView& x) {
       gemm_pairs_avx512_bf16(args, begin, end, scratch<1>(gemm_paired_floats(args.rows)));
     });
   }
+  return true;
 }
+
+#endif
 
 namespace {
 
@@ -357,32 +339,30 @@ void run_widened(const GemmArgs& args, const RowView& x) {
   }
 }
 
-// ---- the op -------------------------------------------------------------------------------------------
-
-// Whether PyTorch's product of `dtype` is at least as fast as own kernels. In float32 that is MKL; else it is
-// oneDNN, where a CPU has faster products than float32's: AMX, or use_bf16_products().
-bool torch_is_faster(DType dtype) {
-  if (dtype == DType::kFloat32) return !use_avx2() || !cpu_tuning().own_f32_gemm;
-  return dtype == DType::kFloat16 ? cpu_has(kAmxFp16) : cpu_has(kAmxBf16) || use_bf16_products();
-}
-
 }  // namespace
 
-void run_gemm(const GemmArgs& args, const RowView& x) {
-  if (x.rows == 0 || args.out_features == 0) return;
-  if (takes_amx(args, x.rows) && run_amx(args, x)) return;
-  if (takes_pairs(args, x.rows)) {
-    run_in_pairs(args, x);
-  } else if (takes_gemv(args, x.rows)) {
-    run_gemv(args, x);
-  } else if (torch_is_faster(args.dtype)) {
-    (args.packed != nullptr ? run_torch_packed : run_torch)(args, x);
-  } else if (use_avx2()) {
-    run_blocked(args, x, use_avx512() ? gemm_strip_avx512 : gemm_strip_avx2);
-  } else {
-    run_widened(args, x);
-  }
+bool gemm_by_torch(const GemmArgs& args, const RowView& x) {
+  (args.packed != nullptr ? run_torch_packed : run_torch)(args, x);
+  return true;
 }
+
+bool gemm_widened(const GemmArgs& args, const RowView& x) {
+  run_widened(args, x);
+  return true;
+}
+
+#if defined(__x86_64__)
+bool gemm_blocked_avx512(const GemmArgs& args, const RowView& x) {
+  run_blocked(args, x, gemm_strip_avx512);
+  return true;
+}
+bool gemm_blocked_avx2(const GemmArgs& args, const RowView& x) {
+  run_blocked(args, x, gemm_strip_avx2);
+  return true;
+}
+#endif
+
+// ---- the op -------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -416,7 +396,7 @@ Tensor gemm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
   args.bias = optional_data(bias, bias_holder);
   args.residual = optional_data(residual, residual_holder);
   args.out = out.mutable_data_ptr();
-  run_gemm(args, view);
+  run_product(Product::kGemm, args, view);
   return out;
 }
 

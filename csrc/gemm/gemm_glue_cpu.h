@@ -1,4 +1,4 @@
-// The product of gemm and packed_gemm on the CPU, once its arguments are checked.
+// What the routes of gemm and packed_gemm share on the CPU. Torch-facing; included by *_cpu.cpp only.
 #pragma once
 
 #include "common/cpu_glue.h"
@@ -19,13 +19,12 @@ inline Tensor matrix(const void* data, DType dtype, int64_t rows, int64_t column
   return Tensor(handle);
 }
 
-// Whether pairs of bfloat16 are multiplied, by gemm_pairs_avx512_bf16().
-bool takes_pairs(const GemmArgs& args, int64_t rows);
-
-// `args` but for x, and x as it lies in memory: in these pairs.
-void run_in_pairs(const GemmArgs& args, const RowView& x);
-
-// `args` but for x, and x as it lies in memory: the route that is fastest here.
-void run_gemm(const GemmArgs& args, const RowView& x);
+// The product of rows [first, first + rows) of x alone.
+inline GemmArgs rows_of(GemmArgs args, int64_t first, int64_t rows) {
+  args.rows = rows;
+  args.out = at(args.out, first * args.out_features, args.dtype);
+  if (args.residual != nullptr) args.residual = at(args.residual, first * args.out_features, args.dtype);
+  return args;
+}
 
 }  // namespace hf_fastpath

@@ -171,7 +171,7 @@ Tensor gemv_cpu(const Tensor& raw, const Tensor& weight, const std::optional<Ten
   if (transposed) {
     run_conv1d(args, input.spare, partial_stride);
   } else {
-    run_linear(args, input.layout);
+    run_linear(args, input.kernel);
   }
   return out;
 }

@@ -10,7 +10,7 @@ namespace hf_fastpath {
 constexpr int64_t kMaxRows = 16;  // activation rows a call may have; sizes the kernels' stack tiles
 
 // How a kernel takes the rows of x.
-enum class XLayout {
+enum class XLayout : int {
   kFloats,    // float32
   kBFloat16,  // as they are in bfloat16
   kAmxTiles,  // as tiles_of_rows_amx lays them out
@@ -46,8 +46,8 @@ Linear linear_portable, linear_avx2, linear_avx512;
 // is left to linear_avx512.
 Linear linear_avx512_bf16, linear_amx;
 
-// Rows from which on the tiles of AMX pay off, and the most that linear_amx takes.
-constexpr int64_t kMinAmxRows = 5, kMaxAmxRows = 32;
+// Most rows that linear_amx takes.
+constexpr int64_t kMaxAmxRows = 32;
 
 // Columns of x that a tile has: one a row in bfloat16, two in float16, whose rows come in groups of eight.
 constexpr int64_t tile_columns(DType dtype, int64_t rows) {

@@ -4,14 +4,19 @@
 
 #include "common/convert_cpu.h"
 #include "common/cpu_glue.h"
+#include "common/routes_cpu.h"
 #include "gemv/gemv_cpu.h"
 
 namespace hf_fastpath {
 
-// The layout in which `rows` rows of x are multiplied fastest.
-inline XLayout x_layout(DType dtype, int64_t rows) {
-  if (dtype != DType::kFloat32 && rows >= kMinAmxRows && use_amx()) return XLayout::kAmxTiles;
-  return dtype == DType::kBFloat16 && use_bf16_products() ? XLayout::kBFloat16 : XLayout::kFloats;
+// The kernel for `rows` rows of x, and the layout in which it takes them.
+inline const Route& linear_route(DType dtype, int64_t rows) {
+  return find_route({Product::kLinear, kPlainWeight, dtype, rows});
+}
+
+// The kernel for rows of x in float32.
+inline Linear* float_linear_kernel(DType dtype) {
+  return find_route({Product::kLinearOfFloats, kPlainWeight, dtype, 1}).linear;
 }
 
 // Elements between rows of x: whole vectors of 16 bits, and cache lines.
@@ -41,34 +46,38 @@ inline void lay_out(XLayout layout, DType dtype, const RowView& x, int64_t first
       std::fill(to + x.columns, to + stride, 0.0f);
     }
   }
-  if (layout == XLayout::kAmxTiles) tiles_of_rows_amx(dtype, rows, x.columns, floats, stride, laid_out);
+  if (is_possible(kAmxBf16) && layout == XLayout::kAmxTiles)
+    tiles_of_rows_amx(dtype, rows, x.columns, floats, stride, laid_out);
 }
 
 // The activation rows of a call as kernels take them, for all threads, and scratch memory behind them.
 struct Activations {
   DType dtype;
   XLayout layout;
+  Linear* kernel;  // for this layout
   int64_t rows, in_features, stride;
   float* data;               // [rows, stride], zeros from in_features on, but in XLayout::kBFloat16
   float* spare;              // as many floats as were asked for, 64-byte aligned
   const uint16_t* laid_out;  // see LinearArgs
 };
 
-// `linear`: linear_kernel() will take them.
+// `linear`: the kernel of a route will take them; else they are floats.
 inline Activations load_activations(const Tensor& x, const char* op, bool linear, int64_t spare_floats = 0) {
   const DType dtype = dtype_of(x, op);
   STD_TORCH_CHECK(x.dim() >= 1, "hf_fastpath::", op, ": x has no dimensions, expected [..., in_features]");
   const RowView view = row_view(x);
   STD_TORCH_CHECK(view.rows >= 1 && view.rows <= kMaxRows, "hf_fastpath::", op, ": x has ", view.rows,
                   " rows, expected 1 to ", kMaxRows, ": use nn.Linear");
-  const XLayout layout = linear ? x_layout(dtype, view.rows) : XLayout::kFloats;
+  const Route* const route = linear ? &linear_route(dtype, view.rows) : nullptr;
+  const XLayout layout = route != nullptr ? route->layout : XLayout::kFloats;
+  Linear* const kernel = route != nullptr ? route->linear : nullptr;
   const int64_t stride = row_stride(view.columns);
   const int64_t others = round_up(laid_out_elements(layout, dtype, view.rows, view.columns) / 2, 16);
   const int64_t floats = layout == XLayout::kBFloat16 ? 0 : view.rows * stride;
   float* const memory = scratch(others + floats + spare_floats);
   auto* const laid_out = reinterpret_cast<uint16_t*>(memory);
   lay_out(layout, dtype, view, 0, view.rows, memory + others, laid_out);
-  return {dtype,   layout, view.rows, view.columns, stride, memory + others, memory + others + floats,
+  return {dtype,   layout, kernel, view.rows, view.columns, stride, memory + others, memory + others + floats,
           laid_out};
 }
 
@@ -106,12 +115,6 @@ inline LinearArgs linear_args(const Activations& x, const Tensor& weight, bool t
 // Threads divide outputs in multiples of the kernels' streams and tiles, and of eight, a store.
 constexpr int64_t kOutputGranule = 48;
 
-inline Linear* linear_kernel(XLayout layout = XLayout::kFloats) {
-  if (layout == XLayout::kAmxTiles) return linear_amx;
-  if (layout == XLayout::kBFloat16) return linear_avx512_bf16;
-  return use_avx512() ? linear_avx512 : use_avx2() ? linear_avx2 : linear_portable;
-}
-
 // Runs body(begin, end) over the outputs of projections of which each reads `output_bytes` of weights.
 template <class Body>
 void share_outputs(int64_t outputs, int64_t output_bytes, const Body& body) {
@@ -120,8 +123,7 @@ void share_outputs(int64_t outputs, int64_t output_bytes, const Body& body) {
 }
 
 // All outputs of a projection in the Linear layout.
-inline void run_linear(const LinearArgs& args, XLayout layout) {
-  Linear* const kernel = linear_kernel(layout);
+inline void run_linear(const LinearArgs& args, Linear* kernel) {
   const int64_t matrices = args.up_weight != nullptr ? 2 : 1;
   share_outputs(args.out_features, matrices * args.in_features * element_size(args.dtype),
                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });

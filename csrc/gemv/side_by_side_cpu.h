@@ -34,7 +34,7 @@ inline Tensor side_by_side(const Tensor& x, const std::vector<Projection>& proje
     args[i].bias = optional_data(projections[i].bias, holders[i]);
     first[i + 1] = first[i] + args[i].out_features;
   }
-  Linear* const kernel = linear_kernel(input.layout);
+  Linear* const kernel = input.kernel;
   share_outputs(total, input.in_features * element_size(input.dtype), [&](int64_t begin, int64_t end) {
     for (size_t i = 0; i < count; ++i) {
       const int64_t from = std::max(begin, first[i]), stop = std::min(end, first[i + 1]);

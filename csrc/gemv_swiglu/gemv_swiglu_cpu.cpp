@@ -21,7 +21,7 @@ Tensor gemv_swiglu_cpu(const Tensor& raw, const Tensor& gate_weight, const Tenso
   args.up_weight = up_weight.const_data_ptr();
   args.up_stride = up_weight.stride(0);
   args.activation = activation_of(activation, op);
-  run_linear(args, input.layout);
+  run_linear(args, input.kernel);
   return out;
 }
 

@@ -1,10 +1,12 @@
-// packed_gemv on the CPU: checks, x as the kernels want it, threads, and the portable kernel.
+// packed_gemv on the CPU: checks, x as the kernels want it, threads, its routes, and the portable kernel.
+#include <atomic>
 #include <vector>
 
 #include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "gemm/gemm_glue_cpu.h"
 #include "packed_gemv/packed_gemv_glue_cpu.h"
+#include "packed_gemv/packed_gemv_routes_cpu.h"
 #include "weights/packed_values_cpu.h"
 
 namespace hf_fastpath {
@@ -41,23 +43,6 @@ void packed_gemv_portable(const PackedArgs& args, int64_t begin, int64_t end) {
 
 namespace {
 
-PackedGemv* kernel_for(const PackedArgs& args) {
-  if (!use_avx2()) return packed_gemv_portable;
-  // Also rows that have no steps, as they are not finite.
-  const bool in_steps = args.steps != nullptr || is_float(args.weight.format);
-  if (!in_steps || takes_floats(args.dtype, args.weight.format, args.rows)) return packed_floats_avx2;
-  if (!use_avx512()) return packed_gemv_avx2;
-  return use_avx512_vnni() ? packed_gemv_avx512_vnni : packed_gemv_avx512;
-}
-
-// Whether the tiles of AMX are faster: the more so the more rows share a weight that is dequantized.
-bool faster_in_tiles(DType dtype, PackedFormat format, int64_t rows) {
-  if (!use_amx_products(dtype)) return false;
-  if (format == PackedFormat::kFp8) return rows >= 4;
-  if (format == PackedFormat::kInt4) return rows >= (dtype == DType::kBFloat16 ? 5 : 8);
-  return rows >= (dtype == DType::kBFloat16 ? 6 : 12);
-}
-
 // Inputs as the weights lie: to[i] = x[weight_at(format, i)] in every block.
 template <int64_t kWord>
 void order(const float* x, float* to, int64_t blocks) {
@@ -75,21 +60,153 @@ T* take(float*& memory, int64_t count) {
   return taken;
 }
 
+// The call of a kernel but for x.
+PackedArgs call_of(const GemmArgs& gemm, const RowView& x) {
+  PackedArgs args{};
+  args.weight = *gemm.packed, args.dtype = gemm.dtype, args.rows = x.rows;
+  args.bias = gemm.bias, args.residual = gemm.residual, args.out = gemm.out;
+  args.activation = gemm.activation;
+  args.step_blocks = round_up(args.weight.blocks, 4);
+  return args;
+}
+
+// All outputs of a call.
+void run(const PackedArgs& call, PackedGemv* kernel) {
+  share_out(call.weight.out_features, output_parts(call.weight), 8, least_piece(call.weight.output_bytes()),
+            [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
+}
+
+// `rows` rows of x in float32, as the weights lie.
+void order_rows(const PackedWeight& weight, const float* x, float* to, int64_t rows) {
+  (bits_of(weight.format) == 8 ? order<4> : order<8>)(x, to, rows * weight.blocks);
+}
+
+// By a kernel that takes x in float32.
+bool run_in_floats(const GemmArgs& gemm, const RowView& x, PackedGemv* kernel) {
+  PackedArgs args = call_of(gemm, x);
+  const int64_t width = args.weight.blocks * kPackedBlock;
+  float* memory = scratch(2 * args.rows * width + 2 * 16);
+  float* given = take<float>(memory, args.rows * width);
+  float* ordered = take<float>(memory, args.rows * width);
+  convert_rows(args.dtype, x, width, given);
+  order_rows(args.weight, given, ordered, args.rows);
+  args.x = ordered;
+  run(args, kernel);
+  return true;
+}
+
+#if defined(__x86_64__)
+
+// By a kernel that takes x in steps; `split`: in bytes.
+bool run_in_steps(const GemmArgs& gemm, const RowView& x, PackedGemv* kernel, bool split) {
+  PackedArgs args = call_of(gemm, x);
+  args.split = split;
+  const int64_t width = args.weight.blocks * kPackedBlock;
+  const int64_t step_bytes = args.step_blocks * kStepBytes,
+                lanes = args.step_blocks * lanes_of(args.weight.format);
+  float* memory = scratch(args.rows * (2 * width + step_bytes / 4 + 2 * lanes) + 5 * 16);
+  float* given = take<float>(memory, args.rows * width);
+  float* ordered = take<float>(memory, args.rows * width);
+  convert_rows(args.dtype, x, width, given);
+  args.x = ordered;
+  char* steps = take<char>(memory, args.rows * step_bytes);
+  float* step_sizes = take<float>(memory, args.rows * lanes);
+  float* step_offsets = take<float>(memory, args.rows * lanes);
+  std::vector<PackedArgs> infinite;  // rows that are not finite, each by itself in float32
+  for (int64_t row = 0; row < args.rows; ++row) {
+    char* const of_row = steps + row * step_bytes;
+    float* const sizes_of_row = step_sizes + row * lanes;
+    float* const offsets_of_row = step_offsets + row * lanes;
+    if (packed_steps_avx2(args, given + row * width, of_row, sizes_of_row, offsets_of_row)) continue;
+    std::fill(of_row, of_row + step_bytes, char{0});
+    std::fill(sizes_of_row, sizes_of_row + lanes, 0.0f);
+    std::fill(offsets_of_row, offsets_of_row + lanes, 0.0f);
+    order_rows(args.weight, given + row * width, ordered + row * width, 1);
+    PackedArgs& alone = infinite.emplace_back(args);
+    alone.rows = 1, alone.x += row * width;
+    if (alone.residual != nullptr)
+      alone.residual = at(alone.residual, row * args.weight.out_features, args.dtype);
+    alone.out = at(alone.out, row * args.weight.out_features, args.dtype);
+  }
+  args.steps = steps, args.step_sizes = step_sizes, args.step_offsets = step_offsets;
+  run(args, kernel);
+  for (const PackedArgs& alone : infinite) run(alone, packed_floats_avx2);
+  return true;
+}
+
+#endif
+
 }  // namespace
 
-Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& raw_scales,
+bool packed_portable(const GemmArgs& args, const RowView& x) {
+  return run_in_floats(args, x, packed_gemv_portable);
+}
+
+#if defined(__x86_64__)
+
+bool packed_in_floats(const GemmArgs& args, const RowView& x) {
+  return run_in_floats(args, x, packed_floats_avx2);
+}
+bool packed_in_fp8_avx2(const GemmArgs& args, const RowView& x) {
+  return run_in_floats(args, x, packed_gemv_avx2);
+}
+bool packed_in_fp8_avx512(const GemmArgs& args, const RowView& x) {
+  return run_in_floats(args, x, packed_gemv_avx512);
+}
+bool packed_in_fp8_vnni(const GemmArgs& args, const RowView& x) {
+  return run_in_floats(args, x, packed_gemv_avx512_vnni);
+}
+
+bool packed_in_steps_avx2(const GemmArgs& args, const RowView& x) {
+  return run_in_steps(args, x, packed_gemv_avx2, true);
+}
+bool packed_in_steps_avx512(const GemmArgs& args, const RowView& x) {
+  return run_in_steps(args, x, packed_gemv_avx512, false);  // its products of nibbles are of int16
+}
+bool packed_in_steps_vnni(const GemmArgs& args, const RowView& x) {
+  return run_in_steps(args, x, packed_gemv_avx512_vnni, true);
+}
+
+bool packed_in_tiles(const GemmArgs& gemm, const RowView& x) {
+  PackedArgs args = call_of(gemm, x);
+  const int64_t width = args.weight.blocks * kPackedBlock;
+  const int64_t tile_floats = packed_tile_elements(args.dtype, x.rows, width) / 2;
+  float* const memory = scratch(tile_floats + x.rows * width);
+  auto* const tiles = reinterpret_cast<uint16_t*>(memory);
+  float* const floats = memory + tile_floats;
+  convert_rows(args.dtype, x, width, floats);
+  packed_tiles_amx(args.dtype, x.rows, width, floats, tiles);
+  args.tiles = tiles;
+  constexpr int64_t kGranule = 32;  // the most outputs that the kernel takes at a time
+  std::atomic<bool> finite{true};
+  share_out(args.weight.out_features, output_parts(args.weight), kGranule,
+            least_piece(args.weight.output_bytes()), [&](int64_t begin, int64_t end) {
+              if (!packed_gemm_amx(args, begin, end)) finite.store(false, std::memory_order_relaxed);
+            });
+  return finite;
+}
+
+#endif
+
+Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor& raw_scales,
                        const std::optional<Tensor>& raw_zeros, double multiplier, int64_t format,
                        const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                       int64_t activation) {
+                       int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool /*programmatic_launch*/,
+                       const std::optional<Tensor>& /*next_weight*/) {
   const char* op = "packed_gemv";
+  const Tensor x = normed_cpu(raw, norm_of(norm, op), norm_weight, norm_bias, norm_eps);
   const RowView view = row_view(x);
+  STD_TORCH_CHECK(x.dim() >= 1 && view.rows >= 1 && view.rows <= kPackedRows,
+                  "hf_fastpath::packed_gemv: x has to have 1 to 16 rows");
   const PackedTensors tensors(raw_quants, raw_scales, raw_zeros);
-  PackedArgs args{};
-  args.weight = tensors.weight(view.columns, multiplier, format, op);
+  const PackedWeight weight = tensors.weight(view.columns, multiplier, format, op);
+  GemmArgs args{};
   args.dtype = dtype_of(x, op);
-  args.rows = view.rows;
-  check_vector(bias, args.weight.out_features, args.dtype, op, "bias");
-  const std::vector<int64_t> sizes = sizes_with_last(x, args.weight.out_features);
+  args.in_features = view.columns, args.out_features = weight.out_features;
+  args.packed = &weight;
+  check_vector(bias, args.out_features, args.dtype, op, "bias");
+  const std::vector<int64_t> sizes = sizes_with_last(x, args.out_features);
   if (residual.has_value()) {
     STD_TORCH_CHECK(dtype_of(*residual, op) == args.dtype && sizes_of(*residual) == sizes,
                     "hf_fastpath::packed_gemv: residual differs from the output in dtype or shape");
@@ -100,84 +217,8 @@ Tensor packed_rows_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   args.residual = optional_data(residual, residual_holder);
   args.out = out.mutable_data_ptr();
   args.activation = activation_of(activation, op);
-
-  GemmArgs gemm{};
-  gemm.dtype = args.dtype, gemm.in_features = view.columns, gemm.out_features = args.weight.out_features;
-  gemm.packed = &args.weight, gemm.bias = args.bias, gemm.residual = args.residual, gemm.out = args.out;
-  gemm.activation = args.activation;
-  if (takes_pairs(gemm, args.rows)) {
-    run_in_pairs(gemm, view);
-    return out;
-  }
-  args.step_blocks = round_up(args.weight.blocks, 4);
-  const int64_t width = args.weight.blocks * kPackedBlock;
-  const int64_t step_bytes = args.step_blocks * kStepBytes,
-                lanes = args.step_blocks * lanes_of(args.weight.format);
-  const bool tiled = faster_in_tiles(args.dtype, args.weight.format, args.rows);
-  const int64_t tile_elements = tiled ? packed_tile_elements(args.dtype, args.rows, width) : 0;
-  float* memory = scratch(args.rows * (2 * width + step_bytes / 4 + 2 * lanes) + tile_elements / 2 + 6 * 16);
-  float* given = take<float>(memory, args.rows * width);
-  convert_rows(args.dtype, view, width, given);
-  if (tiled) {
-    auto* const tiles = take<uint16_t>(memory, tile_elements);
-    packed_tiles_amx(args.dtype, args.rows, width, given, tiles);
-    args.tiles = tiles;
-    if (run_packed_amx(args)) return out;
-  }
-  const auto run = [&](const PackedArgs& call) {
-    PackedGemv* const kernel = kernel_for(call);
-    share_out(args.weight.out_features, output_parts(args.weight), 8, least_piece(args.weight.output_bytes()),
-              [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
-  };
-  float* ordered = take<float>(memory, args.rows * width);
-  args.x = ordered;
-  const auto order_rows = [&](int64_t first, int64_t count) {
-    (bits_of(args.weight.format) == 8 ? order<4> : order<8>)(given + first * width, ordered + first * width,
-                                                             count * args.weight.blocks);
-  };
-  if (use_avx2() && !is_float(args.weight.format) &&
-      !takes_floats(args.dtype, args.weight.format, args.rows)) {
-    args.split = !use_avx512() || use_avx512_vnni();  // in bytes, but for products of int16 without VNNI
-    char* steps = take<char>(memory, args.rows * step_bytes);
-    float* step_sizes = take<float>(memory, args.rows * lanes);
-    float* step_offsets = take<float>(memory, args.rows * lanes);
-    std::vector<PackedArgs> infinite;  // rows that are not finite, each by itself in float32
-    for (int64_t row = 0; row < args.rows; ++row) {
-      char* const of_row = steps + row * step_bytes;
-      float* const sizes_of_row = step_sizes + row * lanes;
-      float* const offsets_of_row = step_offsets + row * lanes;
-      if (packed_steps_avx2(args, given + row * width, of_row, sizes_of_row, offsets_of_row)) continue;
-      std::fill(of_row, of_row + step_bytes, char{0});
-      std::fill(sizes_of_row, sizes_of_row + lanes, 0.0f);
-      std::fill(offsets_of_row, offsets_of_row + lanes, 0.0f);
-      order_rows(row, 1);
-      PackedArgs& alone = infinite.emplace_back(args);
-      alone.rows = 1, alone.x += row * width;
-      if (alone.residual != nullptr)
-        alone.residual = at(alone.residual, row * args.weight.out_features, args.dtype);
-      alone.out = at(alone.out, row * args.weight.out_features, args.dtype);
-    }
-    args.steps = steps, args.step_sizes = step_sizes, args.step_offsets = step_offsets;
-    run(args);
-    for (const PackedArgs& alone : infinite) run(alone);
-  } else {
-    order_rows(0, args.rows);
-    run(args);
-  }
+  run_product(Product::kPackedGemv, args, view);
   return out;
-}
-
-Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& quants, const Tensor& scales,
-                       const std::optional<Tensor>& zeros, double multiplier, int64_t format,
-                       const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                       int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,
-                       const std::optional<Tensor>& norm_bias, double norm_eps, bool /*programmatic_launch*/,
-                       const std::optional<Tensor>& /*next_weight*/) {
-  const Tensor x = normed_cpu(raw, norm_of(norm, "packed_gemv"), norm_weight, norm_bias, norm_eps);
-  const int64_t rows = row_view(x).rows;
-  STD_TORCH_CHECK(x.dim() >= 1 && rows >= 1 && rows <= kPackedRows,
-                  "hf_fastpath::packed_gemv: x has to have 1 to 16 rows");
-  return packed_rows_cpu(x, quants, scales, zeros, multiplier, format, bias, residual, activation);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("packed_gemv", TORCH_BOX(&packed_gemv_cpu)); }

@@ -18,6 +18,7 @@ from .. import __version__, arguments
 from ..choices import HEADS, PackedFormat
 from ..progress import announced
 from ..reasons import REASONS
+from ..tables import table
 
 FORMATS = tuple(format.label for format in PackedFormat)
 
@@ -54,6 +55,44 @@ def info() -> dict[str, Any]:
         "ops": sorted(ops.__all__),
         "architectures": [architecture.name for architecture in architectures()],
     }
+
+
+def _info(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    try:
+        if given.routes:
+            _print_routes(routes(), given.json)
+        else:
+            _print_info(info(), given.json)
+    except ValueError as error:  # a variable that has no valid value
+        parser.error(str(error))
+    return 0
+
+
+def _print_routes(rows: list[dict[str, Any]], as_json: bool) -> None:
+    columns = list(rows[0]) if rows else ["name"]
+    cells = [[each if isinstance(each, str) else ",".join(each) for each in row.values()] for row in rows]
+    print(json.dumps(rows, indent=1) if as_json else table(columns, cells, left=columns))
+
+
+def _print_info(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    for name, value in found.items():
+        lines = value.values() if isinstance(value, dict) else [value]
+        text = [", ".join(map(str, line)) or "none" if isinstance(line, list) else str(line) for line in lines]
+        print(f"{name + ':':15}" + f"\n{'':15}".join(text))
+
+
+def routes() -> list[dict[str, Any]]:
+    """Return the routes by which products are computed on the CPU, the first that fits first; none without kernels."""
+    from dataclasses import asdict
+
+    from ..native import loader
+
+    loader.ensure("cpu")
+    rows = [asdict(route) for route in loader.cpu_routes()]
+    return [row | {"rows": "-".join("" if each is None else str(each) for each in row["rows"])} for row in rows]
 
 
 def _load_model(given: argparse.Namespace) -> tuple[Any, Any]:
@@ -171,6 +210,11 @@ def _main(argv: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"hf-fastpath {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     info_parser = commands.add_parser("info", help="versions, devices, kernels and why")
+    info_parser.add_argument(
+        "--routes",
+        action="store_true",
+        help="instead: how products are computed on the CPU, by the first row that fits",
+    )
     info_parser.add_argument("--json", action="store_true")
     explain = commands.add_parser(
         "explain",
@@ -231,18 +275,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if rest:
         command.error(f"unknown arguments: {' '.join(rest)}")
     if given.command == "info":
-        try:
-            found = info()
-        except ValueError as error:  # a variable that has no valid value
-            parser.error(str(error))
-        if given.json:
-            print(json.dumps(found, indent=1))
-        else:
-            for name, value in found.items():
-                lines = value.values() if isinstance(value, dict) else [value]
-                text = [", ".join(map(str, line)) or "none" if isinstance(line, list) else str(line) for line in lines]
-                print(f"{name + ':':15}" + f"\n{'':15}".join(text))
-        return 0
+        return _info(given, command)
     if given.command == "explain":
         return _explain(given, command)
     return _verify(given, command)

@@ -6,6 +6,7 @@ import ctypes
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import logs, switches
 
@@ -32,6 +33,43 @@ class CpuChoice:
     def __str__(self) -> str:
         left_out = [f"-{name}" for name in self.found if name not in self.used]
         return ", ".join([*self.used, *left_out, f"tune={self.tuning}"])
+
+
+@dataclass(frozen=True)
+class CpuRoute:
+    """A row of ``csrc/products/select_cpu.cpp``: which products of x with a weight a route computes, and where.
+
+    Attributes:
+        name: its name; several rows may have it.
+        products: what asks for it: ``linear`` (the kernels of gemv), ``linear_of_floats`` (the same over x in float32),
+            ``gemm``, ``packed_gemv`` and ``packed_gemm``.
+        weights: ``plain``, ``transposed`` and names of formats.
+        dtypes: of x.
+        rows: the least and the most rows of x; None for any number.
+        needs, lacks: features that a CPU has to have, and those of which it has to lack one.
+        tuning: what the tuning has to say; "" for any.
+    """
+
+    name: str
+    products: tuple[str, ...]
+    weights: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    rows: tuple[int, int | None]
+    needs: tuple[str, ...]
+    lacks: tuple[str, ...]
+    tuning: str
+
+
+def routes(library: Path) -> list[CpuRoute]:
+    """Return the table of routes of ``library``; the first row that fits is taken, and the next one if it declines."""
+    ask = ctypes.CDLL(str(library)).hf_fastpath_routes
+    ask.restype = ctypes.c_char_p
+    rows = json.loads(ask().decode())
+    return [CpuRoute(**{key: _frozen(value) for key, value in row.items()}) for row in rows]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def choice(library: Path) -> CpuChoice:

@@ -217,6 +217,11 @@ def cpu_choice() -> cpu.CpuChoice | None:
     return cpu.choice(Path(_status["cpu"].detail)) if is_native("cpu") else None
 
 
+def cpu_routes() -> list[cpu.CpuRoute]:
+    """Return the table of routes by which products are computed on the CPU; empty if there are no CPU kernels."""
+    return cpu.routes(Path(_status["cpu"].detail)) if is_native("cpu") else []
+
+
 def _ensure(device: str, progress: Callable[[str], None] | None) -> Status:
     if device not in _status:
         return _unknown(device)

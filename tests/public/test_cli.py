@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, RwkvConfig
 from hf_fastpath.architecture import architectures
 from hf_fastpath.bench import generate
 from hf_fastpath.cli import main as cli
+from hf_fastpath.native import loader
 from hf_fastpath.reasons import REASONS
 
 
@@ -33,6 +34,18 @@ def test_cli_info_json(capsys):
     assert found["torch"] == torch.__version__ and set(found["kernels"]) == {"cpu", "cuda"}
     assert set(found["architectures"]) >= set(ARCHITECTURES)
     assert found["architectures"] == [architecture.name for architecture in architectures()]
+
+
+def test_cli_info_routes(capsys):
+    rows = loader.cpu_routes()
+    assert cli.main(["info", "--routes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert cli.main(["info", "--routes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(lines) == len(rows) + 1 and [line.split()[0] for line in lines[1:]] == [row.name for row in rows]
+    assert [row["name"] for row in found] == [row.name for row in rows] and rows
+    pairs = next(row for row in found if row["name"] == "pairs" and "packed_gemm" in row["products"])
+    assert pairs["rows"] == "4-512" and pairs["weights"] == ["fp8", "int4"] and pairs["tuning"] == "prefers_bf16_dot"
 
 
 def test_cli_explain(capsys):
