@@ -25,12 +25,13 @@ $(READY): pyproject.toml setup.py
 	touch $@
 
 # The library is rebuilt whenever a source is newer; the loader would notice too, at patch().
+RECIPE := hf_fastpath/native/build.py hf_fastpath/native/generated.py hf_fastpath/packed_formats.py
 CPU_LIB := hf_fastpath/lib/libhf_fastpath_cpu.so
-$(CPU_LIB): $(READY) hf_fastpath/native/build.py $(wildcard csrc/*/*_cpu.cpp csrc/*/*_avx*.cpp csrc/*/old_*.cpp csrc/*/*.h)
+$(CPU_LIB): $(READY) $(RECIPE) $(wildcard csrc/*/*_cpu.cpp csrc/*/*_avx*.cpp csrc/*/old_*.cpp csrc/*/*.h)
 	$(BIN)/python hf_fastpath/native/build.py cpu
 
 CUDA_LIB := hf_fastpath/lib/libhf_fastpath_cuda.so
-$(CUDA_LIB): $(READY) hf_fastpath/native/build.py $(wildcard csrc/*/*.cu csrc/*/*.cuh csrc/*/*_cuda.cpp csrc/*/*.h)
+$(CUDA_LIB): $(READY) $(RECIPE) $(wildcard csrc/*/*.cu csrc/*/*.cuh csrc/*/*_cuda.cpp csrc/*/*.h)
 	$(BIN)/python hf_fastpath/native/build.py cuda --cuda-arch $(CUDA_ARCHS)
 
 demo: $(CPU_LIB)

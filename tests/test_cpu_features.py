@@ -135,6 +135,43 @@ def test_former_variable_is_read_checked_and_told_of(chosen, monkeypatch):
         chosen("avx", cpu.FORMER_VARIABLE)
 
 
+# ---- other processors --------------------------------------------------------------------------------------
+
+
+def test_other_processors_compile_no_source_of_a_feature(monkeypatch):
+    compiled = {}
+    for machine in ("x86_64", "AMD64", "aarch64"):
+        monkeypatch.setattr(toolchain.platform, "machine", lambda machine=machine: machine)
+        compiled[machine] = {path.name for path in build.sources("cpu")}
+    assert compiled["x86_64"] == compiled["AMD64"] and len(compiled["aarch64"]) > 30
+    left_out = compiled["x86_64"] - compiled["aarch64"]
+    assert left_out == {name for name in compiled["x86_64"] if "_avx" in name} and len(left_out) > 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "source",
+    (
+        "common/cpu_features",
+        "gemm/gemm",
+        "gemv/gemv",
+        "packed_gemm/packed_gemm",
+        "packed_gemv/packed_gemv",
+        "products/select",
+    ),
+)
+def test_other_processors_call_no_kernel_of_a_feature(tmp_path, source):
+    cxx, nm = shutil.which("aarch64-linux-gnu-g++"), shutil.which("aarch64-linux-gnu-nm")
+    if cxx is None or nm is None:
+        pytest.skip("no compiler for aarch64")
+    flags, folders = build.compile_flags("cpu", toolchain.find_toolchain("cpu"))
+    path = build.source_dir() / f"{source}_cpu.cpp"
+    subprocess.run([cxx, *flags, *folders, "-c", str(path), "-o", str(tmp_path / "made.o")], check=True)
+    said = subprocess.run([nm, "-u", str(tmp_path / "made.o")], capture_output=True, text=True, check=True).stdout
+    assert said
+    assert not [line for line in said.splitlines() if "_avx" in line or "_amx" in line]
+
+
 # ---- the library of all kernels ----------------------------------------------------------------------------
 
 PRODUCTS = """
