@@ -65,7 +65,7 @@ constexpr Route linear(const char* name, uint32_t products, DTypeSet dtypes, int
 
 constexpr Route kRoutes[] = {
 #if defined(__x86_64__)
-    // Kernels of gemv. The tiles of AMX pay off from five rows on.
+    // These are the kernels of gemv. The tiles of AMX pay off from five rows on.
     linear("linear_amx", kLinear, k16, 5, kAmxBf16, kAny, linear_amx, XLayout::kAmxTiles),
     linear("linear_avx512_bf16", kLinear, kBf16, 1, kBf16Dot, kDot, linear_avx512_bf16, XLayout::kBFloat16),
     linear("linear_avx512", kLinear | kOfFloats, kAnyType, 1, kAvx512, kAny, linear_avx512),
@@ -74,9 +74,9 @@ constexpr Route kRoutes[] = {
     linear("linear_portable", kLinear | kOfFloats, kAnyType, 1, kNone, kAny, linear_portable),
 
 #if defined(__x86_64__)
-    // Few rows with a quantized weight. Pairs of bfloat16 pay off from as many rows on as make up for
-    // dequantizing
-    // the weight.
+    // These take few rows with a quantized weight. Pairs of bfloat16 pay off from as many rows on as make up
+    // for
+    // dequantizing the weight.
     product("pairs", kFewPacked, kFp8 | kInt4, kBf16, 4, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
     product("pairs", kFewPacked, kInt8 | kInt4G32, kBf16, 6, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
     // Tiles are the faster the more rows share a weight that is dequantized.
@@ -98,10 +98,10 @@ constexpr Route kRoutes[] = {
             packed_in_fp8_vnni),
     product("packed_fp8_avx512", kFewPacked, kFloats, kAnyType, 1, kMany, kAvx512, kNone, kAny,
             packed_in_fp8_avx512),
-    // With AVX2 the same is faster for bytes from a few rows on.
-    product("packed_floats_avx2", kFewPacked, kBytes& kFloats, kAnyType, 3, kMany, kAvx2, kNone, kAny,
+    // With AVX2 that is also faster for bytes, from a few rows on.
+    product("packed_floats_avx2", kFewPacked, kFloats, kAnyType, 3, kMany, kAvx2, kNone, kAny,
             packed_in_floats),
-    product("packed_floats_avx2", kFewPacked, kBytes& kIntegers, k16, 5, kMany, kAvx2, kNone, kAny,
+    product("packed_floats_avx2", kFewPacked, kBytes & ~kFloats, k16, 5, kMany, kAvx2, kNone, kAny,
             packed_in_floats),
     product("packed_steps_avx2", kFewPacked, kIntegers, k16, 1, kMany, kAvx2, kNone, kAny,
             packed_in_steps_avx2),
@@ -111,21 +111,18 @@ constexpr Route kRoutes[] = {
     product("packed_portable", kFewPacked, kPacked, kAnyType, 1, kMany, kNone, kNone, kAny, packed_portable),
 
 #if defined(__x86_64__)
-    // Tiles that dequantize a weight once for up to 64 rows, and where they decline some rows at a time;
-    // tiles that
-    // lay x out for more.
+    // Up to 64 rows share tiles of a weight that is dequantized once; where these decline, some rows at a
+    // time are multiplied as few rows are. More rows of x are laid out in tiles themselves.
     product("packed_tiles", kManyPacked, kPacked, k16, 17, 64, kTiles, kNone, kAny, packed_in_tiles),
     product("packed_pieces_16", kManyPacked, kPacked, k16, 17, 64, kTiles, kNone, kAny, packed_in_pieces_16),
     product("amx", kGemm | kManyPacked, kAnyWeight, k16, 65, kMany, kTiles, kNone, kAny, gemm_in_tiles),
-    // Pairs of bfloat16: of quantized weights up to where oneDNN is as fast, of others where the kernels of
-    // gemv
-    // pass over a weight more than once.
+    // Pairs of bfloat16 are used of quantized weights up to where oneDNN is as fast, and of others where the
+    // kernels of gemv pass over a weight more than once.
     product("pairs", kManyPacked, kFp8 | kInt4, kBf16, 4, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
     product("pairs", kManyPacked, kInt8 | kInt4G32, kBf16, 6, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
     product("pairs", kGemm, kPlain, kBf16, 17, 32, kBf16Dot, kNone, kDot, gemm_in_pairs),
-    // Some rows at a time by the kernels of packed_gemv, where this takes less time than dequantizing the
-    // weight:
-    // for more rows the fewer bytes there are, and the faster products are beside those of x's type.
+    // Some rows at a time go through the kernels of packed_gemv, where this takes less time than dequantizing
+    // the weight: up to more rows the fewer bytes there are, and the faster products are beside x's type's.
     product("packed_pieces_16", kManyPacked, kPacked, k16, 1, 16, kAmxBf16, kNone, kAny, packed_in_pieces_16),
     product("packed_pieces_16", kManyPacked, kFp8, k16, 1, 48, kAvx512, kAmxBf16, kAny, packed_in_pieces_16),
     product("packed_pieces_16", kManyPacked, kFp8, kF32, 1, 48, kAvx512, kNone, kAny, packed_in_pieces_16),
@@ -140,11 +137,11 @@ constexpr Route kRoutes[] = {
     product("packed_pieces_32", kManyPacked, kBytes, kF32, 1, 48, kAvx2, kAvx512, kAny, packed_in_pieces_32),
     product("packed_pieces_32", kManyPacked, kNibbles, kF32, 1, 32, kAvx2, kAvx512, kAny,
             packed_in_pieces_32),
-    // The kernels of gemv, which read a weight as it lies in memory.
+    // The kernels of gemv read a weight as it lies in memory.
     product("gemv", kGemm | kManyPacked, kInRows, k16, 5, 64, kAmxBf16, kNone, kAny, gemm_by_gemv),
     product("gemv", kGemm | kManyPacked, kInRows, kAnyType, 1, 32, kAvx2, kNone, kAny, gemm_by_gemv),
 #endif
-    // PyTorch's product: in float32 MKL, else oneDNN, where a CPU has faster products than float32's.
+    // PyTorch's product is MKL's in float32, else oneDNN's, where a CPU has faster products than float32's.
     product("torch", kGemm | kManyPacked, kAnyWeight, kF32, 1, kMany, kNone, kAvx2, kAny, gemm_by_torch),
     product("torch", kGemm | kManyPacked, kAnyWeight, kF32, 1, kMany, kNone, kNone, Tuned::kOthersF32Gemm,
             gemm_by_torch),
