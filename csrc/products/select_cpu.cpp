@@ -74,9 +74,8 @@ constexpr Route kRoutes[] = {
     linear("linear_portable", kLinear | kOfFloats, kAnyType, 1, kNone, kAny, linear_portable),
 
 #if defined(__x86_64__)
-    // These take few rows with a quantized weight. Pairs of bfloat16 pay off from as many rows on as make up
-    // for
-    // dequantizing the weight.
+    // These take few rows with a quantized weight. Pairs of bfloat16 pay off from as many rows on as make
+    // up for dequantizing the weight.
     product("pairs", kFewPacked, kFp8 | kInt4, kBf16, 4, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
     product("pairs", kFewPacked, kInt8 | kInt4G32, kBf16, 6, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
     // Tiles are the faster the more rows share a weight that is dequantized.
