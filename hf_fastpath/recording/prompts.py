@@ -127,7 +127,7 @@ class RecordedPrompts:
 
     def _ways(self, past: int) -> list[bool]:
         """Return whether recordings of prompts begin their texts, in the order of trying."""
-        if self._has_states:  # a token's step behind others is in :meth:`_of_rows`, and there are none behind nothing
+        if self._has_states:  # a forward of several tokens begins a text, and :meth:`_of_rows` goes on with one
             return [] if past or self._has_recurrence else [True]
         return [False] if past else [False, True]  # one behind any number of tokens is the best
 
