@@ -186,25 +186,66 @@ def difference(part: Any, plans: PlanCache) -> float:
     return trial.mean_of(found)
 
 
+class _PromptTrial(_Trial):
+    """Random tokens for a prompt of several sequences, which begins the texts or not.
+
+    Attributes:
+        new: [batch, count], the prompt.
+        past: how many tokens are before it.
+    """
+
+    def __init__(self, part: Any, batch: int, begins: bool, served: Served):
+        super().__init__(part)
+        self.past = 0 if begins else _BEFORE
+        least = max(2, MAX_ROWS // batch + int(not part.gathers_experts))  # more rows than kernels for a few take
+        count = next(each for each in (least, *_MORE_TOKENS) if served.serves_prompt(self.past, each))
+        generator, shape = torch.Generator().manual_seed(0), (batch, self.past + count)
+        tokens = torch.randint(part.vocab_size, shape, generator=generator, device="cpu").to(self.device)
+        self._before, self.new = tokens.split((self.past, count), dim=1)
+
+    def cache_before(self) -> FastpathCache:
+        """Make a cache that holds what is before the prompt."""
+        cache, _ = self.caches()
+        if self.past:
+            self.stock_over(self._before, cache)
+        return cache
+
+    def held(self, cache: FastpathCache) -> list[torch.Tensor]:
+        """Return all keys, values and states of a cache that holds the prompt, too."""
+        return [each.float() for each in _held(cache, self.past + self.new.shape[1])]
+
+
+def _difference(one: tuple[torch.Tensor, list[torch.Tensor]], other: tuple[torch.Tensor, list[torch.Tensor]]) -> float:
+    """Return the larger one of what logits show and what all keys, values and states show in the mean."""
+    of_states = [_ratio(*pair) for pair in zip(one[1], other[1], strict=True)]
+    return max(_ratio(one[0].float(), other[0]), sum(of_states) / len(of_states))
+
+
 def difference_of_prompt(part: Any, batch: int, begins: bool, served: Served) -> float:
     """Do as :func:`difference` for a prompt of ``batch`` sequences, which begins the texts or not. The result is the
     larger one of what logits show and what all keys, values and states show in the mean."""
-    past = 0 if begins else _BEFORE
-    least = max(2, MAX_ROWS // batch + int(not part.gathers_experts))  # more rows than kernels for a few take
-    count = next(each for each in (least, *_MORE_TOKENS) if served.serves_prompt(past, each))
-    trial, generator = _Trial(part), torch.Generator().manual_seed(0)
-    tokens = torch.randint(part.vocab_size, (batch, past + count), generator=generator, device="cpu").to(trial.device)
-    before, new = tokens.split((past, count), dim=1)
-    given = prompt.Prompt(new, torch.arange(past, past + count, device=trial.device)[None], None)
-    stocks, _ = trial.caches()
+    trial = _PromptTrial(part, batch, begins, served)
+    positions = torch.arange(trial.past, trial.past + trial.new.shape[1], device=trial.device)[None]
     with torch.no_grad():
-        if past:
-            trial.stock_over(before, stocks)
+        stocks = trial.cache_before()
         ours = copy.deepcopy(stocks)
-        logits, of_stock = prompt.read(part, ours, given, {}), trial.stock_over(new, stocks)[:, -1]
-        held = [[each.float() for each in _held(cache, past + count)] for cache in (ours, stocks)]
-    of_states = [_ratio(*pair) for pair in zip(*held, strict=True)]
-    return max(_ratio(logits.float(), of_stock), sum(of_states) / len(of_states))
+        logits = prompt.read(part, ours, prompt.Prompt(trial.new, positions, None), {})
+        of_stock = trial.stock_over(trial.new, stocks)[:, -1]
+        return _difference((logits, trial.held(ours)), (of_stock, trial.held(stocks)))
+
+
+def own_difference_of_prompt(part: Any, batch: int, begins: bool, served: Served) -> float:
+    """Return what :func:`difference_of_prompt` returns, of stock whose products are rounded otherwise, in the place of
+    ours."""
+    trial, found = _PromptTrial(part, batch, begins, served), []
+    with torch.no_grad():
+        before = trial.cache_before()
+        for roundings in (nullcontext(), _OtherRoundings(trial.device)):
+            cache = copy.deepcopy(before)
+            with roundings:
+                logits = trial.stock_over(trial.new, cache)[:, -1]
+            found.append((logits, trial.held(cache)))
+    return _difference(found[1], found[0])
 
 
 def _held(cache: FastpathCache, length: int) -> list[torch.Tensor]:
@@ -215,8 +256,12 @@ def _held(cache: FastpathCache, length: int) -> list[torch.Tensor]:
 
 
 def prompts_agree(part: Any, batch: int, begins: bool, served: Served) -> bool:
-    """Whether a list of calls reads a prompt of so many sequences as the model's own forward does."""
-    return difference_of_prompt(part, batch, begins, served) <= _allowed(part)
+    """Whether a list of calls reads a prompt of so many sequences as the model's own forward does; or is as near to it
+    as the same forward with other roundings, by which a router chooses other experts."""
+    given = part, batch, begins, served
+    if (found := difference_of_prompt(*given)) <= _allowed(part):
+        return True
+    return found <= min(_TIMES * own_difference_of_prompt(*given), _MOST_OF_NOISE)
 
 
 def own_difference(part: Any) -> float:
