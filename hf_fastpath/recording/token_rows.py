@@ -40,6 +40,7 @@ def check_rows(recording: Recording) -> None:
     """
     count = recording.batch
     states = {each.index for held in recording.states for each in held}
+    _expand_late(recording)
     for call in recording.calls:
         if call.op is marks.text_positions or any(map(follows_length, call.arguments.values())):
             raise Unrecordable(f"{call.name} counts on from the length of the text")
@@ -61,6 +62,27 @@ def check_rows(recording: Recording) -> None:
             if not name.startswith(_NO_SIZES):
                 call.arguments[name] = _following(value, count)
     recording.rows_are_tokens = True
+
+
+def _expand_late(recording: Recording) -> None:
+    """Let a tensor that is the same for all sequences be repeated by a call, as often as there are tokens."""
+    instead: dict[int, list[Call]] = {}
+    for call in recording.calls:
+        made = []
+        for name, value in call.arguments.items():
+            if not isinstance(value, torch.Tensor) or call.op in BEYOND:
+                continue
+            dims = [dim for dim, size in enumerate(value.shape) if size and size % recording.batch == 0]
+            if not dims or any(value.stride(dim) for dim in dims):
+                continue
+            once = value.detach()
+            for dim in dims:
+                once = once.narrow(dim, 0, 1)
+            made.append(recording.call(_aten.expand.default, value, self=once, size=list(value.shape)))
+            call.arguments[name] = made[-1].out
+        if made:
+            instead[id(call)] = [*made, call]
+    recording.rewrite(instead, {})
 
 
 def _has_rows(recording: Recording, register: Register) -> bool:

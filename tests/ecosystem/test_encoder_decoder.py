@@ -35,8 +35,8 @@ from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.quantization import FORMATS
 
-#: of each test every third case; all of them with ``--full``
-pytestmark = pytest.mark.every(3)
+#: of each test every fourth case; all of them with ``--full``
+pytestmark = pytest.mark.every(4)
 
 FEW = dict(max_new_tokens=12, do_sample=False)
 TYPES = ("bart", "t5", "marian", "m2m_100", "whisper", "moonshine", "fsmt", "t5gemma2", "nllb-moe", "prophetnet")

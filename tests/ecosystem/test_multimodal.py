@@ -28,8 +28,8 @@ from hf_fastpath.patching.state import state_of
 from hf_fastpath.patching.twin_config import twin_config
 from hf_fastpath.quantization import FORMATS
 
-#: of each test every third case; all of them with ``--full``
-pytestmark = pytest.mark.every(3)
+#: of each test every fourth case; all of them with ``--full``
+pytestmark = pytest.mark.every(4)
 
 FEW = dict(max_new_tokens=12, do_sample=False)
 LOGITS = dict(return_dict_in_generate=True, output_logits=True)

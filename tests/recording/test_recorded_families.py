@@ -38,8 +38,8 @@ from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording.part import RecordedPart
 
-#: of each test every third case; all of them with ``--full``
-pytestmark = pytest.mark.every(3)
+#: of each test every fourth case; all of them with ``--full``
+pytestmark = pytest.mark.every(4)
 
 #: type -> what there is none of in the families with a file
 TYPES = {

@@ -16,6 +16,7 @@ import torch
 from causal_lm_types import VOCAB, random_model, small_config, small_model
 from habits import NEW_TOKENS, READ_BY_LISTS, RECORDABLE, habit_model
 from models import CPU, counting, require_native
+from recorded_types import pair_or_skip
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
@@ -68,7 +69,9 @@ def first_uses():
 
 @functools.cache
 def _pair(name: str):
-    stock = small_model(name) if name in TYPES else habit_model(*name.split("+"))
+    if name in TYPES:
+        return pair_or_skip(name)  # of a release whose code cannot be recorded
+    stock = habit_model(*name.split("+"))
     return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
 
 

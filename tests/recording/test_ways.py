@@ -29,8 +29,8 @@ from transformers import (
 
 from hf_fastpath.compat import CACHE
 
-#: of each test every third case; all of them with ``--full``
-pytestmark = pytest.mark.every(3)
+#: of each test every fourth case; all of them with ``--full``
+pytestmark = pytest.mark.every(4)
 
 GREEDY = dict(max_new_tokens=8, do_sample=False)
 SAMPLED = dict(do_sample=True)
