@@ -73,6 +73,8 @@ def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt, size: in
 
 def _form(part: StepSource, prompt: Prompt, past: int) -> Any:
     batch, query_len = prompt.tokens.shape
+    if past and any(kind.states for kind in part.kinds) and not bool((prompt.positions[:, 0] == past).all()):
+        return None  # a text from its beginning, of which a model's own code may begin with other states
     return part.prompts.form(prompt.tokens.device, (batch, query_len), past, prompt.starts is not None)
 
 
