@@ -37,6 +37,19 @@ def multiple_of(value: Any, count: int, symbol: Any) -> Any:
     return made
 
 
+def follow_sizes(arguments: dict[str, Any], count: int, symbol: Any) -> None:
+    """Do as :func:`multiple_of` for all numbers in a call's arguments but those that name dimensions."""
+    for name, value in arguments.items():
+        if not name.startswith("dim"):
+            arguments[name] = _following(value, count, symbol)
+
+
+def _following(value: Any, count: int, symbol: Any) -> Any:
+    if isinstance(value, (list, tuple)) and any(type(each) is int for each in value):
+        return [_following(each, count, symbol) for each in value]
+    return multiple_of(value, count, symbol)
+
+
 def holds_multiple(value: Any, count: int) -> bool:
     """Whether an argument holds a plain number that :func:`multiple_of` would take for one of a symbol."""
     if isinstance(value, (list, tuple)):

@@ -156,11 +156,16 @@ class RecordedPrompts:
                 return False
             last_rows(made)
             self._rows = made
-        self._trials[threading.get_ident()] = self._rows
+        return self._agrees(self._rows, batch, begins)
+
+    def _agrees(self, recording: Recording, batch: int, begins: bool) -> bool:
+        """Whether a recording gives what the model's own forward gives; in this thread, prompts are read by it."""
+        assert recording.served is not None, "a recorded step has them"
+        self._trials[threading.get_ident()] = recording
         try:
-            return prompts_agree(self._part, batch, begins, self._rows.served)
+            return prompts_agree(self._part, batch, begins, recording.served)
         finally:
-            self._trials.pop(threading.get_ident(), None)
+            del self._trials[threading.get_ident()]
 
     def _hides_padding(self, recording: Recording, begins: bool) -> bool:
         """Whether nothing but attention is to see which tokens are padding."""
@@ -212,8 +217,7 @@ class RecordedPrompts:
             made = whole_prompt(self._looked_at.skeleton_as_now, batch, tokens, begins)
             if not all(map(_is_of_prompts, made.calls)):
                 return None
-            self._trials[threading.get_ident()] = made
-            if made.served is None or not prompts_agree(self._part, batch, begins, made.served):
+            if made.served is None or not self._agrees(made, batch, begins):
                 return None
         except compat.OUT_OF_MEMORY:  # there may be more next time
             self._declined.discard(key)
@@ -223,8 +227,6 @@ class RecordedPrompts:
         except BaseException:  # the user has broken it off
             self._declined.discard(key)
             raise
-        finally:
-            self._trials.pop(threading.get_ident(), None)
         known.append(made)
         self._declined.discard(key)
         return made

@@ -206,8 +206,7 @@ class Recording:
         """Leave out calls whose results nothing reads; calls that write stay if anything reads the memory."""
         needed, kept = {self.logits.index}, []
         for call in reversed(self.calls):
-            shares = call.out.index in self.mutated and bool(read_by(call))  # else it is memory of its own
-            if call.out.index in needed or shares or is_effect(call):
+            if call.out.index in needed or call.out.index in self.mutated or is_effect(call):
                 for register in read_by(call):
                     needed.add(register.index)
                 kept.append(call)

@@ -8,14 +8,13 @@ recurrent states) are told that the rows follow each other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import sympy
 import torch
 
 from ..decode.calls.named_calls import Call, Register, read_by
 from . import marks
-from .numbers_of_lengths import follows_length, multiple_of
+from .numbers_of_lengths import follow_sizes, follows_length
 from .recorded_step import Recording, Unrecordable, is_mutable
 
 _aten = torch.ops.aten
@@ -24,8 +23,6 @@ _aten = torch.ops.aten
 ROWS = sympy.Symbol("rows", integer=True, positive=True)
 #: calls that look beyond a token
 BEYOND = frozenset((*marks.OF_CACHES, *marks.EFFECTS))
-#: arguments that name dimensions, or count them
-_NO_SIZES = "dim"
 
 
 def check_rows(recording: Recording) -> None:
@@ -58,9 +55,7 @@ def check_rows(recording: Recording) -> None:
             raise Unrecordable(f"{call.name} puts the tokens of several sequences together")
         if any(size and size % count == 0 for each in call.arguments.values() for size in getattr(each, "shape", ())):
             raise Unrecordable(f"{call.name} reads a tensor with a part for each sequence")
-        for name, value in call.arguments.items():
-            if not name.startswith(_NO_SIZES):
-                call.arguments[name] = _following(value, count)
+        follow_sizes(call.arguments, count, ROWS)
     recording.rows_are_tokens = True
 
 
@@ -91,12 +86,6 @@ def _has_rows(recording: Recording, register: Register) -> bool:
     if not isinstance(fact, torch.Tensor):
         return True
     return any(size and size % recording.batch == 0 for size in fact.shape)
-
-
-def _following(value: Any, count: int) -> Any:
-    if isinstance(value, (list, tuple)) and any(type(each) is int for each in value):
-        return [_following(each, count) for each in value]
-    return multiple_of(value, count, ROWS)
 
 
 def last_rows(recording: Recording) -> tuple[int, list[Register]]:

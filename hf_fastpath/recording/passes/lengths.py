@@ -10,7 +10,7 @@ from torch import nn
 
 from ...decode.calls.named_calls import Call
 from .. import marks
-from ..numbers_of_lengths import FloatOfLength, IntOfLength, multiple_of
+from ..numbers_of_lengths import FloatOfLength, IntOfLength, follow_sizes
 from ..recorded_step import Recording, Unrecordable, read_by
 
 _aten = torch.ops.aten
@@ -159,14 +159,7 @@ def follow_count(recording: Recording) -> None:
     """Let sizes that passes have found in tensors follow the number of new tokens, in the calls of a prompt."""
     for call in recording.calls:
         if isinstance(call.op, torch._ops.OpOverload):
-            names = [name for name in call.arguments if not name.startswith("dim")]
-            call.arguments |= {name: _following(call.arguments[name], recording) for name in names}
-
-
-def _following(value: Any, recording: Recording) -> Any:
-    if isinstance(value, (list, tuple)) and any(type(each) is int for each in value):
-        return [_following(each, recording) for each in value]
-    return multiple_of(value, int(recording.query_len), recording.count)
+            follow_sizes(call.arguments, int(recording.query_len), recording.count)
 
 
 def _numbers(value: Any, wanted: set[int]) -> Iterator[int | FloatOfLength]:
