@@ -29,9 +29,8 @@ struct RowProducts {
   float q_q, k_k, q_k;
 };
 
-// kRows: rows of the state that a thread keeps. kWalks: sequences have several tokens, which follow each
-// other.
-template <class T, int kElems, int kRows, bool kWalks>
+// kRows: rows of the state that a thread keeps.
+template <class T, int kElems, int kRows>
 __global__ void __launch_bounds__(kThreads) gated_delta_kernel(GatedDeltaParams p, int slices) {
   using S = Chunk<float, kElems>;
   constexpr int kColumns = kAcross * kElems;
@@ -41,8 +40,7 @@ __global__ void __launch_bounds__(kThreads) gated_delta_kernel(GatedDeltaParams 
   const int k_dim = static_cast<int>(p.k_dim), v_dim = static_cast<int>(p.v_dim);
   const int heads = static_cast<int>(p.v_heads);
   const int head_of_all = blockIdx.x / slices, slice = blockIdx.x % slices;
-  const int tokens = kWalks ? static_cast<int>(p.tokens) : 1;
-  const int sequence = head_of_all / heads, head = head_of_all % heads;
+  const int row = head_of_all / heads, head = head_of_all % heads;
   const int k_head = head / (heads / static_cast<int>(p.k_heads));
   const int place = threadIdx.x % kAcross * kElems, column = slice * kColumns + place;
   const int first_row = threadIdx.x / kAcross;
@@ -63,121 +61,111 @@ __global__ void __launch_bounds__(kThreads) gated_delta_kernel(GatedDeltaParams 
   const float rate = expf(load_float_l2(p.a_log, head));
   wait_for_previous_kernel();  // for q, k, v and the gates
 
-  float values[kRows][kElems];
-  for (int t = 0; t < tokens; ++t) {
-    const int row = kWalks ? sequence * tokens + t : sequence;
-    const T* q_row = head_of<T>(p.q, row, k_head);
-    const T* k_row = head_of<T>(p.k, row, k_head);
-    const T* v_row = head_of<T>(p.v, row, head) + min(column, v_dim - kElems);
-    float q[kRows], k[kRows], v[kElems];
+  const T* q_row = head_of<T>(p.q, row, k_head);
+  const T* k_row = head_of<T>(p.k, row, k_head);
+  const T* v_row = head_of<T>(p.v, row, head) + min(column, v_dim - kElems);
+  float q[kRows], k[kRows], v[kElems];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int r = min(first_row + i * kRowsAtOnce, k_dim - 1);
-      q[i] = load_float_l2(q_row + r);
-      k[i] = load_float_l2(k_row + r);
-    }
-    float decay[kRows];
-    decay[0] = load_float_l2(head_of<T>(p.a, row, head) + decay_row) + bias;
-    const float beta_logit = load_float_l2(head_of<T>(p.b, row, head));
+  for (int i = 0; i < kRows; ++i) {
+    const int r = min(first_row + i * kRowsAtOnce, k_dim - 1);
+    q[i] = load_float_l2(q_row + r);
+    k[i] = load_float_l2(k_row + r);
+  }
+  float decay[kRows];
+  decay[0] = load_float_l2(head_of<T>(p.a, row, head) + decay_row) + bias;
+  const float beta_logit = load_float_l2(head_of<T>(p.b, row, head));
 #pragma unroll
-    for (int e = 0; e < kElems; ++e) v[e] = load_float_l2(v_row + e);
-    decay[0] = expf(-rate * softplus(decay[0]));
+  for (int e = 0; e < kElems; ++e) v[e] = load_float_l2(v_row + e);
+  decay[0] = expf(-rate * softplus(decay[0]));
 #pragma unroll
-    for (int i = 1; i < kRows; ++i) decay[i] = decay[0];
-    if (p.per_element) {
-      __shared__ float decay_of[kThreads];
-      decay_of[threadIdx.x] = decay[0];
-      __syncthreads();  // every row's decay
+  for (int i = 1; i < kRows; ++i) decay[i] = decay[0];
+  if (p.per_element) {
+    __shared__ float decay_of[kThreads];
+    decay_of[threadIdx.x] = decay[0];
+    __syncthreads();  // every row's decay
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) decay[i] = decay_of[first_row + i * kRowsAtOnce];
-    }
+    for (int i = 0; i < kRows; ++i) decay[i] = decay_of[first_row + i * kRowsAtOnce];
+  }
 
-    RowProducts products = {};
-    float known[kElems] = {}, read[kElems] = {};
+  RowProducts products = {};
+  float values[kRows][kElems], known[kElems] = {}, read[kElems] = {};
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (first_row + i * kRowsAtOnce >= k_dim) q[i] = k[i] = 0.f;
-      products.q_q = fmaf(q[i], q[i], products.q_q);
-      products.k_k = fmaf(k[i], k[i], products.k_k);
-      products.q_k = fmaf(q[i], k[i], products.q_k);
-      if (!kWalks || t == 0) S::unpack(raw[i], values[i]);
+  for (int i = 0; i < kRows; ++i) {
+    if (first_row + i * kRowsAtOnce >= k_dim) q[i] = k[i] = 0.f;
+    products.q_q = fmaf(q[i], q[i], products.q_q);
+    products.k_k = fmaf(k[i], k[i], products.k_k);
+    products.q_k = fmaf(q[i], k[i], products.q_k);
+    S::unpack(raw[i], values[i]);
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) {
-        values[i][e] *= decay[i];
-        known[e] = fmaf(k[i], values[i][e], known[e]);
-        read[e] = fmaf(q[i], values[i][e], read[e]);
-      }
+    for (int e = 0; e < kElems; ++e) {
+      values[i][e] *= decay[i];
+      known[e] = fmaf(k[i], values[i][e], known[e]);
+      read[e] = fmaf(q[i], values[i][e], read[e]);
     }
-    const auto sum_over_lanes = [](float& x, int offset) { x += __shfl_xor_sync(kAllLanes, x, offset); };
+  }
+  const auto sum_over_lanes = [](float& x, int offset) { x += __shfl_xor_sync(kAllLanes, x, offset); };
 #pragma unroll
-    for (int offset = kAcross; offset < kWarpSize; offset *= 2) {
+  for (int offset = kAcross; offset < kWarpSize; offset *= 2) {
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) sum_over_lanes(known[e], offset), sum_over_lanes(read[e], offset);
-      sum_over_lanes(products.q_q, offset), sum_over_lanes(products.k_k, offset);
-      sum_over_lanes(products.q_k, offset);
-    }
-    if (lane < kAcross) {
-      S::store(&known_of[warp][place], known);
-      S::store(&read_of[warp][place], read);
-    }
-    if (lane == 0) products_of[warp] = products;
-    __syncthreads();  // every warp's sums are written
-    const auto sum_over_warps = [&](const float (&of)[kWarps][kColumns], float (&sums)[kElems]) {
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        float more[kElems];
-        S::unpack(S::load(&of[w][place]), more);
-#pragma unroll
-        for (int e = 0; e < kElems; ++e) sums[e] = w == 0 ? more[e] : sums[e] + more[e];
-      }
-    };
-    float delta[kElems];
-    sum_over_warps(known_of, delta);
-    products = {};
+    for (int e = 0; e < kElems; ++e) sum_over_lanes(known[e], offset), sum_over_lanes(read[e], offset);
+    sum_over_lanes(products.q_q, offset), sum_over_lanes(products.k_k, offset);
+    sum_over_lanes(products.q_k, offset);
+  }
+  if (lane < kAcross) {
+    S::store(&known_of[warp][place], known);
+    S::store(&read_of[warp][place], read);
+  }
+  if (lane == 0) products_of[warp] = products;
+  __syncthreads();  // every warp's sums are written
+  const auto sum_over_warps = [&](const float (&of)[kWarps][kColumns], float (&sums)[kElems]) {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const RowProducts more = products_of[w];
-      products.q_q += more.q_q, products.k_k += more.k_k, products.q_k += more.q_k;
-    }
-    float q_factor = p.scale, k_factor = 1.f;
-    if (p.l2_norm) {
-      q_factor *= rsqrtf(products.q_q + kL2Eps);
-      k_factor = rsqrtf(products.k_k + kL2Eps);
-    }
-    const float beta = __fdividef(p.beta_scale, 1.f + expf(-beta_logit));
+      float more[kElems];
+      S::unpack(S::load(&of[w][place]), more);
 #pragma unroll
-    for (int e = 0; e < kElems; ++e) delta[e] = beta * (v[e] - k_factor * delta[e]);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int r = first_row + i * kRowsAtOnce;
-      if (!is_mine(r)) continue;
-#pragma unroll
-      for (int e = 0; e < kElems; ++e) values[i][e] = fmaf(k_factor * k[i], delta[e], values[i][e]);
-      if (!kWalks || t + 1 == tokens) S::store(state + int64_t(r) * v_dim, values[i]);
+      for (int e = 0; e < kElems; ++e) sums[e] = w == 0 ? more[e] : sums[e] + more[e];
     }
-    if constexpr (!kWalks) {
-      if (threadIdx.x >= kAcross || column >= v_dim) return;
-    }
-    if (!kWalks || (threadIdx.x < kAcross && column < v_dim)) {
-      sum_over_warps(read_of, read);
-      const float overlap = q_factor * k_factor * products.q_k;
-      const int64_t head_of_row = kWalks ? int64_t(row) * heads + head : int64_t(head_of_all);
-      T* out = static_cast<T*>(p.out) + head_of_row * v_dim + column;
+  };
+  float delta[kElems];
+  sum_over_warps(known_of, delta);
+  products = {};
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) out[e] = from_float<T>(fmaf(overlap, delta[e], q_factor * read[e]));
-    }
-    if constexpr (kWalks) __syncthreads();  // the next token's sums go where these are read
+  for (int w = 0; w < kWarps; ++w) {
+    const RowProducts more = products_of[w];
+    products.q_q += more.q_q, products.k_k += more.k_k, products.q_k += more.q_k;
   }
+  float q_factor = p.scale, k_factor = 1.f;
+  if (p.l2_norm) {
+    q_factor *= rsqrtf(products.q_q + kL2Eps);
+    k_factor = rsqrtf(products.k_k + kL2Eps);
+  }
+  const float beta = __fdividef(p.beta_scale, 1.f + expf(-beta_logit));
+#pragma unroll
+  for (int e = 0; e < kElems; ++e) delta[e] = beta * (v[e] - k_factor * delta[e]);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int r = first_row + i * kRowsAtOnce;
+    if (!is_mine(r)) continue;
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) values[i][e] = fmaf(k_factor * k[i], delta[e], values[i][e]);
+    S::store(state + int64_t(r) * v_dim, values[i]);
+  }
+  if (threadIdx.x >= kAcross || column >= v_dim) return;
+  sum_over_warps(read_of, read);
+  const float overlap = q_factor * k_factor * products.q_k;
+  T* out = static_cast<T*>(p.out) + int64_t(head_of_all) * v_dim + column;
+#pragma unroll
+  for (int e = 0; e < kElems; ++e) out[e] = from_float<T>(fmaf(overlap, delta[e], q_factor * read[e]));
 }
 
-template <class T, int kElems, bool kWalks>
+template <class T, int kElems>
 void launch(const GatedDeltaParams& p, cudaStream_t stream) {
   constexpr int kColumns = kAcross * kElems;
   const int64_t slices = (p.v_dim + kColumns - 1) / kColumns;
-  const auto kernel = p.k_dim <= kRowsAtOnce       ? gated_delta_kernel<T, kElems, 1, kWalks>
-                      : p.k_dim <= 2 * kRowsAtOnce ? gated_delta_kernel<T, kElems, 2, kWalks>
-                      : p.k_dim <= 4 * kRowsAtOnce ? gated_delta_kernel<T, kElems, 4, kWalks>
-                                                   : gated_delta_kernel<T, kElems, 8, kWalks>;
+  const auto kernel = p.k_dim <= kRowsAtOnce       ? gated_delta_kernel<T, kElems, 1>
+                      : p.k_dim <= 2 * kRowsAtOnce ? gated_delta_kernel<T, kElems, 2>
+                      : p.k_dim <= 4 * kRowsAtOnce ? gated_delta_kernel<T, kElems, 4>
+                                                   : gated_delta_kernel<T, kElems, 8>;
   static_assert(kMaxDeltaKey == 8 * kRowsAtOnce, "the last kernel takes every key");
   const dim3 grid(static_cast<unsigned>(p.batch * p.v_heads * slices)), block(kThreads);
   const size_t smem_bytes = 0;
@@ -193,8 +181,7 @@ void launch_gated_delta_step(const GatedDeltaParams& p, cudaStream_t stream) {
   const bool whole = p.v_dim % kElems == 0 && is_aligned16(p.state);
   with_type(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (p.tokens > 1) return whole ? launch<T, kElems, true>(p, stream) : launch<T, 1, true>(p, stream);
-    return whole ? launch<T, kElems, false>(p, stream) : launch<T, 1, false>(p, stream);
+    return whole ? launch<T, kElems>(p, stream) : launch<T, 1>(p, stream);
   });
 }
 

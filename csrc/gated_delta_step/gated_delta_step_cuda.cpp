@@ -12,7 +12,8 @@ Tensor gated_delta_step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, 
   const DeviceGuard guard(q);
   const GatedDeltaCall call(q, k, v, a, b, a_log, dt_bias, state, scale, l2_norm, beta_scale,
                             programmatic_launch, tokens);
-  if (call.out.numel() > 0) launch_gated_delta_step(call.params, current_stream(guard.device()));
+  const auto launch = call.params.tokens > 1 ? launch_gated_delta_walk : launch_gated_delta_step;
+  if (call.out.numel() > 0) launch(call.params, current_stream(guard.device()));
   return call.out;
 }
 

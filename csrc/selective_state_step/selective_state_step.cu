@@ -23,8 +23,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 template <int kLanes>
 constexpr int kChannelsOfLane = kLanes == kWarpSize ? 4 : 1;
 
-// kWalks: sequences have several tokens, which follow each other.
-template <class T, int kElems, int kLanes, bool kPerChannel, bool kWalks>
+template <class T, int kElems, int kLanes, bool kPerChannel>
 __global__ void __launch_bounds__(kThreads) selective_state_kernel(SelectiveStateParams p, int tiles) {
   using S = Chunk<float, kElems>;
   constexpr int kChannels = kChannelsOfLane<kLanes>, kAtOnce = kWarpSize / kLanes;
@@ -33,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) selective_state_kernel(SelectiveStat
   const int heads = static_cast<int>(p.heads), head_dim = static_cast<int>(p.head_dim);
   const int state_size = static_cast<int>(p.state_size);
   const int head_of_all = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-  const int64_t tokens = kWalks ? p.tokens : 1, sequence = head_of_all / heads;
+  const int64_t row = head_of_all / heads;
   const int head = head_of_all % heads, group = head / static_cast<int>(p.heads / p.groups);
   const int first = (tile * kWarps + warp) * kChannels * kAtOnce + lane / kLanes;
   const int place = lane % kLanes * kElems;
@@ -61,110 +60,84 @@ __global__ void __launch_bounds__(kThreads) selective_state_kernel(SelectiveStat
   }
   wait_for_previous_kernel();
 
-  // A state that has one place in a lane stays there from token to token.
-  const bool stays = kWalks && state_size <= kLanes * kElems;
+  // All loads first, then the arithmetic. Lanes without a channel take the last one, and store nothing.
+  const T* b = head_of<T>(p.b, row, group);
+  const T* c = head_of<T>(p.c, row, group);
   typename S::Raw raw[kChannels];
-  float kept[kChannels][kElems], rates[kParameters][kElems];
-  for (int64_t t = 0; t < tokens; ++t) {
-    // All loads first, then the arithmetic. Lanes without a channel take the last one, and store nothing.
-    const int64_t row = kWalks ? sequence * tokens + t : sequence;
-    const T* b = head_of<T>(p.b, row, group);
-    const T* c = head_of<T>(p.c, row, group);
-    float b_here[kElems], c_here[kElems];
-    const auto load_states = [&](int n) {
-#pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        raw[i] = S::load_l2(states + int64_t(bounded(i)) * state_size + n);
-        if constexpr (kPerChannel) {
-#pragma unroll
-          for (int e = 0; e < kElems; ++e)
-            rates[i][e] = load_float_l2(p.a_log, parameter_of(i) * state_size + n + e);
-        }
-      }
-    };
-    const auto load_part = [&](int n) {
-      if (n >= state_size) return;
-      if (!kWalks || t == 0 || !stays) load_states(n);
-#pragma unroll
-      for (int e = 0; e < kElems; ++e)
-        b_here[e] = load_float_l2(b + n + e), c_here[e] = load_float_l2(c + n + e);
-    };
-    load_part(place);
-    float step[kParameters], skip[kParameters], x[kChannels], gate[kChannels], decay = 0.f;
-#pragma unroll
-    for (int i = 0; i < kParameters; ++i) {
-      step[i] = load_float_l2(head_of<T>(p.dt, row, head) + (kPerChannel ? bounded(i) : 0));
-      if (p.dt_bias.data) step[i] += load_float_l2(p.dt_bias, parameter_of(i));
-      skip[i] = p.d.data ? load_float_l2(p.d, parameter_of(i)) : 0.f;
-    }
-    if constexpr (!kPerChannel) decay = load_float_l2(p.a_log, head);
+  float b_here[kElems], c_here[kElems], rates[kParameters][kElems];
+  const auto load_part = [&](int n) {
+    if (n >= state_size) return;
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
-      x[i] = load_float_l2(head_of<T>(p.x, row, head) + bounded(i));
-      gate[i] = p.z.data ? load_float_l2(head_of<T>(p.z, row, head) + bounded(i)) : 0.f;
+      raw[i] = S::load_l2(states + int64_t(bounded(i)) * state_size + n);
+      if constexpr (kPerChannel) {
+#pragma unroll
+        for (int e = 0; e < kElems; ++e)
+          rates[i][e] = load_float_l2(p.a_log, parameter_of(i) * state_size + n + e);
+      }
     }
 #pragma unroll
-    for (int i = 0; i < kParameters; ++i) step[i] = softplus(step[i]);
-    if constexpr (!kPerChannel) decay = expf(-step[0] * expf(decay));
+    for (int e = 0; e < kElems; ++e)
+      b_here[e] = load_float_l2(b + n + e), c_here[e] = load_float_l2(c + n + e);
+  };
+  load_part(place);
+  float step[kParameters], skip[kParameters], x[kChannels], gate[kChannels], decay = 0.f;
+#pragma unroll
+  for (int i = 0; i < kParameters; ++i) {
+    step[i] = load_float_l2(head_of<T>(p.dt, row, head) + (kPerChannel ? bounded(i) : 0));
+    if (p.dt_bias.data) step[i] += load_float_l2(p.dt_bias, parameter_of(i));
+    skip[i] = p.d.data ? load_float_l2(p.d, parameter_of(i)) : 0.f;
+  }
+  if constexpr (!kPerChannel) decay = load_float_l2(p.a_log, head);
+#pragma unroll
+  for (int i = 0; i < kChannels; ++i) {
+    x[i] = load_float_l2(head_of<T>(p.x, row, head) + bounded(i));
+    gate[i] = p.z.data ? load_float_l2(head_of<T>(p.z, row, head) + bounded(i)) : 0.f;
+  }
+#pragma unroll
+  for (int i = 0; i < kParameters; ++i) step[i] = softplus(step[i]);
+  if constexpr (!kPerChannel) decay = expf(-step[0] * expf(decay));
 
-    const int64_t head_of_row = kWalks ? row * heads + head : int64_t(head_of_all);
-    float sum[kChannels] = {};
-    for (int n = place; n < state_size; n += kLanes * kElems) {
-#pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        const int own = kPerChannel ? i : 0;
-        float values[kElems];
-        if (!kWalks || t == 0 || !stays) {
-          S::unpack(raw[i], values);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kElems; ++e) values[e] = kept[i][e];
-        }
-#pragma unroll
-        for (int e = 0; e < kElems; ++e) {
-          const float factor = kPerChannel ? expf(-step[own] * expf(rates[own][e])) : decay;
-          values[e] = fmaf(factor, values[e], step[own] * x[i] * b_here[e]);
-          sum[i] = fmaf(values[e], c_here[e], sum[i]);
-        }
-        if (stays) {
-#pragma unroll
-          for (int e = 0; e < kElems; ++e) kept[i][e] = values[e];
-        }
-        if (channel_of(i) < head_dim && (!kWalks || !stays || t + 1 == tokens))
-          S::store(states + int64_t(channel_of(i)) * state_size + n, values);
-      }
-      load_part(n + kLanes * kElems);
-    }
+  float sum[kChannels] = {};
+  for (int n = place; n < state_size; n += kLanes * kElems) {
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
+      const int own = kPerChannel ? i : 0;
+      float values[kElems];
+      S::unpack(raw[i], values);
 #pragma unroll
-      for (int offset = kLanes / 2; offset > 0; offset /= 2)
-        sum[i] += __shfl_xor_sync(kAllLanes, sum[i], offset);
-      float y = p.d.data ? fmaf(skip[kPerChannel ? i : 0], x[i], sum[i]) : sum[i];
-      if (p.z.data) y *= silu<true>(gate[i]);
-      if (place == 0 && channel_of(i) < head_dim)
-        static_cast<T*>(p.out)[head_of_row * head_dim + channel_of(i)] = from_float<T>(y);
+      for (int e = 0; e < kElems; ++e) {
+        const float factor = kPerChannel ? expf(-step[own] * expf(rates[own][e])) : decay;
+        values[e] = fmaf(factor, values[e], step[own] * x[i] * b_here[e]);
+        sum[i] = fmaf(values[e], c_here[e], sum[i]);
+      }
+      if (channel_of(i) < head_dim) S::store(states + int64_t(channel_of(i)) * state_size + n, values);
     }
+    load_part(n + kLanes * kElems);
+  }
+#pragma unroll
+  for (int i = 0; i < kChannels; ++i) {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2)
+      sum[i] += __shfl_xor_sync(kAllLanes, sum[i], offset);
+    float y = p.d.data ? fmaf(skip[kPerChannel ? i : 0], x[i], sum[i]) : sum[i];
+    if (p.z.data) y *= silu<true>(gate[i]);
+    if (place == 0 && channel_of(i) < head_dim)
+      static_cast<T*>(p.out)[int64_t(head_of_all) * head_dim + channel_of(i)] = from_float<T>(y);
   }
 }
 
-template <class T, int kElems, int kLanes, bool kWalks>
+template <class T, int kElems, int kLanes>
 void launch_lanes(const SelectiveStateParams& p, cudaStream_t stream) {
   constexpr int kOfBlock = kWarps * kChannelsOfLane<kLanes> * kWarpSize / kLanes;
   const int64_t tiles = (p.head_dim + kOfBlock - 1) / kOfBlock;
   const dim3 grid(static_cast<unsigned>(p.batch * p.heads * tiles)), block(kThreads);
   const size_t smem_bytes = 0;
   const bool programmatic_launch = true;  // nothing is read before the wait
-  const auto kernel = p.per_channel ? selective_state_kernel<T, kElems, kLanes, true, kWalks>
-                                    : selective_state_kernel<T, kElems, kLanes, false, kWalks>;
+  const auto kernel = p.per_channel ? selective_state_kernel<T, kElems, kLanes, true>
+                                    : selective_state_kernel<T, kElems, kLanes, false>;
   HF_FASTPATH_CUDA_CHECK(launch_programmatic(kernel, grid, block, smem_bytes, stream, programmatic_launch, p,
                                              static_cast<int>(tiles)));
-}
-
-template <class T, int kElems, int kLanes>
-void launch(const SelectiveStateParams& p, cudaStream_t stream) {
-  return p.tokens > 1 ? launch_lanes<T, kElems, kLanes, true>(p, stream)
-                      : launch_lanes<T, kElems, kLanes, false>(p, stream);
 }
 
 }  // namespace
@@ -175,9 +148,9 @@ void launch_selective_state_step(const SelectiveStateParams& p, cudaStream_t str
   constexpr int kFew = 4;  // lanes: states of 16, Mamba-1's
   with_type(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (!whole) return launch<T, 1, kWarpSize>(p, stream);
-    if (p.state_size <= kFew * kElems) return launch<T, kElems, kFew>(p, stream);
-    return launch<T, kElems, kWarpSize>(p, stream);
+    if (!whole) return launch_lanes<T, 1, kWarpSize>(p, stream);
+    if (p.state_size <= kFew * kElems) return launch_lanes<T, kElems, kFew>(p, stream);
+    return launch_lanes<T, kElems, kWarpSize>(p, stream);
   });
 }
 

@@ -1,4 +1,4 @@
-// Torch-free launch of a token's step of a selective state space on a GPU.
+// Torch-free launches of steps of a selective state space on a GPU: of one token, and of several in turn.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,5 +8,8 @@
 namespace hf_fastpath {
 
 void launch_selective_state_step(const SelectiveStateParams& params, cudaStream_t stream);
+
+constexpr int64_t kMaxWalkedState = 256;  // places of a state that four lanes keep in registers
+void launch_selective_state_walk(const SelectiveStateParams& params, cudaStream_t stream);
 
 }  // namespace hf_fastpath

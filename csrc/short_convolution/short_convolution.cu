@@ -1,7 +1,7 @@
 // What: moves the last inputs of each channel by one, and computes activation(sum(weight * inputs) + bias),
 //   with gates in front and behind, in float32, rounded once; the input's gate is rounded before.
-// Work split: a thread takes a channel. Windows of four are one access of 8 or 16 bytes; other widths go
-//   input by input.
+// Work split: a thread takes a channel, of a prompt for 16 tokens. Windows of four are one access of 8 or 16
+//   bytes; other widths go input by input.
 // Traffic: channels * (3 * width + 2) * sizeof(T): 200 KB for 8192 channels of 4.
 // Roofline: latency of one load and one store. Windows, weights and bias are brought into L2 while the
 //   kernel in front still runs.
@@ -15,8 +15,7 @@ namespace hf_fastpath {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kWindow = 4;                          // the width that nearly all models have
-constexpr int kWalkedWidth = kMaxConvolutionWidth;  // of windows that a thread keeps
+constexpr int kWindow = 4;  // the width that nearly all models have
 
 // A window of four as one access.
 template <class T>
@@ -42,62 +41,65 @@ __device__ __forceinline__ float load_of_channel(const void* base, int64_t i) {
   return to_float(Chunk<T, 1>::load_l2(static_cast<const T*>(base) + i));
 }
 
-// Tokens of a sequence whose inputs are on their way at once.
+// Tokens that a thread computes.
 constexpr int kTokensAtOnce = 16;
+static_assert(kTokensAtOnce >= kMaxConvolutionWidth, "a window holds inputs of one thread in front at most");
 
-// All tokens of each sequence, where there are several: a thread keeps its channel's window of four.
+// All tokens of each sequence, where there are several: a block takes a few tokens of some channels, and
+// reads the inputs in front of these once more. The block of the first tokens moves the state, which no other
+// reads.
 template <class T>
-__global__ void __launch_bounds__(kThreads) short_convolution_walk(ShortConvolutionParams p, int tiles) {
+__global__ void __launch_bounds__(kThreads) short_convolution_tokens(ShortConvolutionParams p, int tiles) {
   allow_next_kernel();
-  const int64_t sequence = blockIdx.x / tiles;
+  const int64_t sequence = blockIdx.x / tiles, begin = sequence * p.tokens;
   const int channel = blockIdx.x % tiles * kThreads + threadIdx.x;
   if (channel >= p.channels) return;
   const int width = static_cast<int>(p.width);
+  const int64_t first = int64_t(blockIdx.y) * kTokensAtOnce;
   T* state = static_cast<T*>(p.state) + (sequence * p.channels + channel) * width;
   const T* weight = static_cast<const T*>(p.weight) + int64_t(channel) * width;
   wait_for_previous_kernel();
+  const auto input = [&](int64_t token) {
+    const float x = load_of_channel<T>(p.x, (begin + token) * p.x_stride + channel);
+    if (!p.input_gate) return x;
+    const float gate = load_of_channel<T>(p.input_gate, (begin + token) * p.input_gate_stride + channel);
+    return to_float(from_float<T>(gate * x));
+  };
   const float bias = p.bias ? load_of_channel<T>(p.bias, channel) : 0.f;
-  float inputs[kWalkedWidth], factors[kWalkedWidth];
+  float inputs[kMaxConvolutionWidth], factors[kMaxConvolutionWidth], x[kTokensAtOnce];
 #pragma unroll
-  for (int j = 0; j < kWalkedWidth; ++j) {  // the newest input is the last of a window of any width
-    const int place = j - (kWalkedWidth - width);
-    inputs[j] = place >= 0 ? load_of_channel<T>(state, place) : 0.f;
+  for (int t = 0; t < kTokensAtOnce; ++t) x[t] = first + t < p.tokens ? input(first + t) : 0.f;
+  // The newest input is the last of a window of any width.
+#pragma unroll
+  for (int j = 0; j < kMaxConvolutionWidth; ++j) {
+    const int place = j - (static_cast<int>(kMaxConvolutionWidth) - width);
+    inputs[j] = place < 0    ? 0.f
+                : first == 0 ? load_of_channel<T>(state, place)
+                             : input(first - kMaxConvolutionWidth + j);
     factors[j] = place >= 0 ? load_of_channel<T>(weight, place) : 0.f;
   }
-  for (int64_t first = 0; first < p.tokens; first += kTokensAtOnce) {
-    const int64_t row = sequence * p.tokens + first;
-    const int count = static_cast<int>(min(int64_t(kTokensAtOnce), p.tokens - first));
-    float x[kTokensAtOnce];
+  if (first == 0) {
 #pragma unroll
-    for (int t = 0; t < kTokensAtOnce; ++t) {
-      if (t < count) x[t] = load_of_channel<T>(p.x, (row + t) * p.x_stride + channel);
-    }
-    if (p.input_gate) {
-#pragma unroll
-      for (int t = 0; t < kTokensAtOnce; ++t) {
-        if (t >= count) continue;
-        const float gate = load_of_channel<T>(p.input_gate, (row + t) * p.input_gate_stride + channel);
-        x[t] = to_float(from_float<T>(gate * x[t]));
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < kTokensAtOnce; ++t) {
-      if (t >= count) continue;
-      float sum = bias;
-#pragma unroll
-      for (int j = 0; j < kWalkedWidth; ++j) {
-        inputs[j] = j + 1 < kWalkedWidth ? inputs[j + 1] : x[t];
-        sum = fmaf(factors[j], inputs[j], sum);
-      }
-      sum = activate(sum, p.activation);
-      if (p.output_gate) sum *= load_of_channel<T>(p.output_gate, (row + t) * p.output_gate_stride + channel);
-      static_cast<T*>(p.out)[(row + t) * p.channels + channel] = from_float<T>(sum);
+    for (int j = 0; j < kMaxConvolutionWidth; ++j) {
+      const int place = j - (static_cast<int>(kMaxConvolutionWidth) - width);
+      if (place < 0) continue;
+      const int64_t token = p.tokens - width + place;  // its input goes to this place
+      state[place] = from_float<T>(token >= 0 ? input(token) : load_of_channel<T>(state, place + p.tokens));
     }
   }
 #pragma unroll
-  for (int j = 0; j < kWalkedWidth; ++j) {
-    const int place = j - (kWalkedWidth - width);
-    if (place >= 0) state[place] = from_float<T>(inputs[j]);  // exact: they were T
+  for (int t = 0; t < kTokensAtOnce; ++t) {
+    if (first + t >= p.tokens) break;
+    const int64_t row = begin + first + t;
+    float sum = bias;
+#pragma unroll
+    for (int j = 0; j < kMaxConvolutionWidth; ++j) {
+      inputs[j] = j + 1 < kMaxConvolutionWidth ? inputs[j + 1] : x[t];
+      sum = fmaf(factors[j], inputs[j], sum);
+    }
+    sum = activate(sum, p.activation);
+    if (p.output_gate) sum *= load_of_channel<T>(p.output_gate, row * p.output_gate_stride + channel);
+    static_cast<T*>(p.out)[row * p.channels + channel] = from_float<T>(sum);
   }
 }
 
@@ -156,8 +158,10 @@ void launch_short_convolution(const ShortConvolutionParams& p, cudaStream_t stre
       return reinterpret_cast<uintptr_t>(data) % (kWindow * sizeof(T)) == 0;
     };
     if (p.tokens > 1) {
-      HF_FASTPATH_CUDA_CHECK(launch_programmatic(short_convolution_walk<T>, grid, block, smem_bytes, stream,
-                                                 programmatic_launch, p, static_cast<int>(tiles)));
+      const int64_t segments = (p.tokens + kTokensAtOnce - 1) / kTokensAtOnce;
+      const dim3 of_tokens(grid.x, static_cast<unsigned>(segments));
+      HF_FASTPATH_CUDA_CHECK(launch_programmatic(short_convolution_tokens<T>, of_tokens, block, smem_bytes,
+                                                 stream, programmatic_launch, p, static_cast<int>(tiles)));
       return;
     }
     const bool whole = p.width == kWindow && is_whole(p.state) && is_whole(p.weight);

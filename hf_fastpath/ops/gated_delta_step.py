@@ -153,6 +153,9 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(2, 3, 3, 96, 192, beta_scale=2.0, tokens=2)
     yield call(1, 2, 2, 17, 13, l2_norm=False, tokens=17)
     yield call(1, 1, 3, 256, 40, per_element=True, parameters=None, tokens=3)
+    yield call(2, 1, 2, 128, 40, tokens=35)
+    yield call(1, 1, 2, 64, 33, per_element=True, tokens=20)
+    yield call(1, 1, 1, 128, 32, per_element=True, tokens=16)
 
 
 SPEC = register(

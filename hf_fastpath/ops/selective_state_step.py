@@ -130,6 +130,10 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(2, 6, 24, 3, 40, tokens=2)
     yield call(1, 3, 5, 1, 256, parameters=torch.float32, tokens=17)
     yield call(3, 2, 17, 2, 13, per_channel=True, parameters=torch.float32, tokens=3)
+    yield call(2, 2, 40, 1, 128, tokens=35)
+    yield call(1, 1, 70, 1, 16, per_channel=True, tokens=67)
+    yield call(1, 1, 33, 1, 128, per_channel=True, options="db", tokens=18)
+    yield call(2, 2, 6, 1, 300, tokens=3)
 
 
 SPEC = register(

@@ -114,6 +114,8 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield call(3, 41, 3, activation=Activation.NONE, gates=(True, True), tokens=2)
     yield call(2, 9, MAX_WIDTH, tokens=37)
     yield call(1, 130, 4, bias=False, gates=(True, False), tokens=16)
+    yield call(2, 140, 4, gates=(True, True), tokens=50)
+    yield call(1, 9, MAX_WIDTH, tokens=5)
     yield Sample(randn(2, 48), randn(2, 48, 4), randn(48, 4), None, Activation.SILU)
 
 
