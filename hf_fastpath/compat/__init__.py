@@ -110,7 +110,7 @@ from .generation import (
     set_philox_offset,
     uses_generation_mixin_sample,
 )
-from .hearing import hear_again, hearing, is_logging
+from .hearing import hearing, is_logging, unheard
 from .host_memory import lock_pages, unlock_pages
 from .imported import file_digest, is_elsewhere, is_file_of, module_digest, unchanged_digest
 from .layouts import layouts_hold

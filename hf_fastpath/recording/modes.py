@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,15 +51,12 @@ class Functions(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        hears = sys.getprofile()  # of the model's code; inside of PyTorch's, that would take as long as all else
-        sys.setprofile(None)
-        try:
-            return self._note(func, args, kwargs or {})
-        except Exception as error:
-            self._recorder.note_refusal(error)
-            raise
-        finally:
-            compat.hear_again(hears)
+        with compat.unheard():
+            try:
+                return self._note(func, args, kwargs or {})
+            except Exception as error:
+                self._recorder.note_refusal(error)
+                raise
 
     def _note(self, func, args, kwargs):
         handler = _HANDLERS.get(func)

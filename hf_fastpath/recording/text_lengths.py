@@ -81,6 +81,9 @@ class _Env(ShapeEnv):
         )
         self.asked: dict[int, tuple[str, str, bool]] = {}  # number of a question -> see asked_by()
 
+    def _get_user_frame(self) -> None:
+        """Skip the search for a line to log: the list of files that it leaves out imports half of Inductor."""
+
     def evaluate_expr(self, *given: Any, **named: Any) -> Any:
         first = len(self.guards)
         found = super().evaluate_expr(*given, **named)

@@ -135,8 +135,7 @@ def test_lengths(name, monkeypatch):
 def test_mixtures(name, monkeypatch):
     """Prompts of more rows than the ops for experts take have stock's tokens, and its logits but for rounding."""
     require_native(CPU)
-    stock = small_model(name)
-    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    stock, ours = pair_or_skip(name)
     how = GREEDY | dict(return_dict_in_generate=True, output_logits=True)
     for length, batch in ((5, 1), (16, 1), (17, 2), (17, 2), (40, 1)):
         ids = ids_of(length, batch)
@@ -152,8 +151,7 @@ def test_mixtures(name, monkeypatch):
 def test_many_sequences_of_mixtures(name):
     """Steps of more sequences than the ops for experts take run by our loop, with stock's tokens."""
     require_native(CPU)
-    stock = small_model(name)
-    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    stock, ours = pair_or_skip(name)
     for batch in (17, 64):
         assert_equal(ours, stock, ids_of(6, batch))
 
