@@ -47,14 +47,14 @@ def hearing(hear: Hear) -> Iterator[None]:
 # ---- sys.monitoring -------------------------------------------------------------------------------------------------
 
 
-class _Heard(threading.local):
+class _Listeners(threading.local):
     """Who hears this thread."""
 
     def __init__(self) -> None:
         self.by: list[Hear] = []
 
 
-_heard = _Heard()
+_heard = _Listeners()
 _lock = threading.Lock()
 _number: int | None = None  # of our tool, while anybody hears a thread
 _hearing = 0
