@@ -12,7 +12,7 @@ namespace {
 void launch_steps(const SelectiveStateParams& p, cudaStream_t stream) {
   if (p.tokens == 1) return launch_selective_state_step(p, stream);
   if (p.state_size <= kMaxWalkedState) return launch_selective_state_walk(p, stream);
-  const int64_t size = size_of(p.dtype);
+  const int64_t size = element_size(p.dtype);
   const auto at = [&](const Heads& heads, int64_t row) {
     const int64_t bytes = row * heads.batch_stride * size;
     return Heads{heads.data ? static_cast<const char*>(heads.data) + bytes : nullptr, 0, heads.head_stride};
