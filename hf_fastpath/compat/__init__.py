@@ -2,6 +2,7 @@
 
 ``compat`` may import ``choices`` and nothing else of the package. Every folder may import it, by ``compat.name``."""
 
+from .adapters import ActiveAdapters, active_adapters, is_of_adapters
 from .caches import (
     CACHE,
     CACHES,

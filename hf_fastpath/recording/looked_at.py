@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .. import compat
 from ..decode.sources.step_source import StepSource
 from ..decode.state.python_state import Walk
 from ..decode.state.snapshot import walk_of
@@ -21,12 +22,14 @@ class LookedAt:
     Attributes:
         code: what has run of the model's code.
         held: all Python values of the model, at the time of :meth:`look`; None before.
+        adapters: the active adapters of its layers then.
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
         self.code = NotedCode()
         self.held: Walk | None = None
+        self.adapters: dict[str, compat.ActiveAdapters] = {}
         self._skeleton: Skeleton | None = None
         self._is_new, self._is_whole = True, False
 
@@ -37,6 +40,7 @@ class LookedAt:
             part: the model in its roles.
         """
         self.held, self._is_whole = walk_of(part), part.source is self._module
+        self.adapters = compat.active_adapters(part.source)
 
     def age(self) -> None:
         """Note that time has gone by, in which attributes may have changed that no recorded code has read."""

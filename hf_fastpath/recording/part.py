@@ -33,6 +33,7 @@ from .prompts import RecordedPrompts
 from .proof import reason_against
 from .recorded_step import BiasTable, Recording, Unrecordable
 from .step import why_other_in_training
+from .swapped import adopt
 from .tensors import modules_reason, sizes_reason, tensors_reason
 from .whole_step import whole_step
 
@@ -90,6 +91,7 @@ class RecordedPart(WholeModel):
         """Note that time has gone by."""
         self._looked_at.age()
 
+    adopt = adopt
     #: a walk through the model's Python values when the part was made
     held = property(lambda self: self._looked_at.held)
     code = property(lambda self: self._looked_at.code)
@@ -336,10 +338,8 @@ class RecordedPart(WholeModel):
         return None if what is None else Cause("attention_mask", what, self.module)
 
     def mask_over_encoded(self, arguments: dict[str, Any]) -> torch.Tensor | None:
-        """Return the mask over the encoder's output, [batch, length], that the decoder is given; None for none.
-
-        Args:
-            arguments: of the model's forward.
+        """Return the mask over the encoder's output, [batch, length], that the decoder is given in the model's forward;
+        None for none.
 
         Raises:
             ValueError: the decoder's arguments do not tell.

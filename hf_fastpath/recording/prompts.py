@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,15 @@ class RecordedPrompts:
         self._count_like = functools.cache(lambda wanted: count_like(wanted, part.module))
         self._asked: Counter[int] = Counter()  # number of sequences -> prompts of so many
         self._trials: dict[int, Recording] = {}  # a thread -> the recording that it compares with the model's own code
+
+    def like(self, other: RecordedPrompts, change: Callable[[Recording], Recording]) -> RecordedPrompts:
+        """Return what is known of prompts of a model that differs from another one in what ``change`` changes."""
+        made = RecordedPrompts(self._part, self._looked_at)
+        made._known = {key: [change(each) for each in found] for key, found in other._known.items()}
+        made._rows = None if other._rows is None else change(other._rows)
+        made._rows_agree, made._declined = dict(other._rows_agree), set(other._declined)
+        made._padded, made._asked = dict(other._padded), Counter(other._asked)
+        return made
 
     def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Recording | None:
         """Return the recording that reads a prompt, or None."""

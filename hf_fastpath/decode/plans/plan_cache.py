@@ -173,7 +173,7 @@ class PlanCache:
         if self.family is None:
             return None
         made = self.family.model_part(model)
-        found = None if made is None else self._kept_like(made, last)
+        found = None if made is None else self._kept_like(made, last) or self._adopted(made)
         if found is None:
             if made is not None and made.held is not None:  # else calls that ask for no reason record it each time
                 self._looked_at = Snapshot(made, made.held)
@@ -214,6 +214,19 @@ class PlanCache:
                     if self._kept:
                         self._kept = [snapshot, *(each for each in self._kept if each is not snapshot)]
                 return snapshot
+        return None
+
+    def _adopted(self, made: StepSource) -> Snapshot | None:
+        """Return what is known of a model that differs from a kept one in its adapters alone, or None."""
+        with self.lock:
+            kept = list(self._kept)
+        for snapshot in kept if made.held is not None else ():
+            is_alike = snapshot.part.source is made.source and type(snapshot.part) is type(made)
+            if is_alike and snapshot.reason is None and made.adopt(snapshot.part, snapshot.what_differs(made.held)):
+                found = Snapshot(made, made.held)
+                with self.lock:
+                    self._keep(found)
+                return found
         return None
 
     def reason_of(self, part: StepSource) -> str | None:

@@ -73,6 +73,10 @@ class DescribedPart(ModelPart):
     def fingerprint(self) -> tuple:
         return fingerprint(self)
 
+    def adopt(self, kept: Any, differs: Any) -> bool:
+        """Take nothing: whatever is known of a model is written down anew in no time."""
+        return False
+
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def record(self, program: Program, to: Lower, given: StepInputs) -> Any:

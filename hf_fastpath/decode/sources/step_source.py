@@ -235,6 +235,10 @@ class StepSource(Protocol):
     def look_again(self) -> None:
         """Note that time has gone by."""
 
+    def adopt(self, kept: StepSource, differs: Sequence[str]) -> bool:
+        """Take what is known of the model as it was when ``kept`` was made, which differs in the values at ``differs``,
+        if that can be done without running the model; return whether it was."""
+
     def fingerprint(self) -> tuple:
         """Return what a decode plan bakes in of the model."""
 

@@ -117,6 +117,10 @@ class Walk:
                 self._freeze_class(cls, by_identity=is_base)
                 self._visit_modules()
 
+    def names_of_classes(self) -> set[str]:
+        """Return where the values of the classes are that were met."""
+        return {f"{cls.__module__}.{cls.__qualname__}" for cls in self._classes}
+
     def note(self, where: str, value: Any) -> None:
         """Freeze a value."""
         self.values[where] = self.frozen(value, where)

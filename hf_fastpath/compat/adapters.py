@@ -1,0 +1,99 @@
+"""The active adapters of PEFT in a model, as far as a forward depends on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+#: what a layer keeps of an adapter that its forward does not read: they are in its matrices' sizes and its factor
+_UNREAD = frozenset({"r", "lora_alpha", "use_rslora"})
+#: attributes of a layer that say which adapters it has and which of them are active
+_OF_ADAPTERS = frozenset({"_active_adapter", "adapter_layer_names", "other_param_names"})
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class ActiveAdapters:
+    """The active adapters of one layer.
+
+    Attributes:
+        kind: equal for adapters whose forwards differ in nothing but the values of tensors and in factors.
+        tensors: of all active adapters, in order.
+        scales: the factor of each, or None.
+        containers: names of the layer's attributes that hold something of each adapter.
+    """
+
+    kind: tuple
+    tensors: tuple[torch.Tensor, ...]
+    scales: tuple[float | None, ...]
+    containers: frozenset[str]
+
+
+def active_adapters(model: nn.Module) -> dict[str, ActiveAdapters]:
+    """Return the active adapters of each layer that has adapters, by the layer's name."""
+    return {
+        path: _of_layer(module)
+        for path, module in model.named_modules()
+        if hasattr(module, "other_param_names") and "base_layer" in module._modules
+    }
+
+
+def is_of_adapters(place: str, layers: Mapping[str, ActiveAdapters]) -> bool:
+    """Whether a value is one that only adapters hold, or that says which of them are active.
+
+    Args:
+        place: its name, that of a module with an attribute behind it, and perhaps more.
+        layers: of :func:`active_adapters`.
+    """
+    if place.rpartition(".")[2] == "peft_config":
+        return True
+    parts = place.removesuffix(" itself").split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        found = layers.get(".".join(parts[:count]))
+        if found is not None:
+            return parts[count] in found.containers
+    return False
+
+
+def _of_layer(layer: nn.Module) -> ActiveAdapters:
+    names = {name for each in layer.adapter_layer_names for name in getattr(layer, each, None) or ()}
+    held = {
+        name: value
+        for name, value in {**vars(layer), **layer._modules}.items()
+        if _is_of_names(value, names) and name not in ("_modules", "_parameters", "_buffers")
+    }
+    kinds, scales, tensors = [], [], []
+    for active in layer.active_adapters:
+        of_one = {name: value[active] for name, value in held.items() if active in value}
+        scale = of_one.get("scaling")
+        scales.append(float(scale) if type(scale) in (int, float) else None)
+        if scales[-1] is not None:
+            del of_one["scaling"]
+        kinds.append([(name, _kind(value, tensors)) for name, value in of_one.items() if name not in _UNREAD])
+    return ActiveAdapters((type(layer), kinds), tuple(tensors), tuple(scales), _OF_ADAPTERS.union(held))
+
+
+def _is_of_names(value: Any, names: set[str]) -> bool:
+    """Whether a value holds something for adapters, by their names."""
+    if not isinstance(value, (dict, nn.ModuleDict, nn.ParameterDict)):
+        return False
+    return all(isinstance(each, str) and each in names for each in value.keys())
+
+
+def _kind(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return what has to be equal in an adapter's value and in that of another one; its tensors are collected."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return type(value), value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, nn.Module):
+        inside = {**value._parameters, **value._buffers, **value._modules}
+        plain = {name: each for name, each in vars(value).items() if isinstance(each, _PLAIN)}
+        hooks = [id(each) for name, each in vars(value).items() if name.endswith("_hooks") and each]
+        return type(value), [(name, _kind(each, tensors)) for name, each in (inside | plain).items()], hooks
+    return type(value), id(value) if getattr(value, "__dict__", None) else None  # an object with values of its own
