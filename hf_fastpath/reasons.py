@@ -71,6 +71,11 @@ REASONS: dict[str, Reason] = {
         "plain weights",
         "merge it for good, model = model.merge_and_unload(): merge_adapter() leaves its layers in place",
     ),
+    "adapter_names": Reason(
+        "the call names an adapter for each of its rows (adapter_names=), and PEFT's layers sort the rows by these",
+        "call generate() for the rows of each adapter together, behind model.set_adapter(name): once one adapter is "
+        "known, others of its kind decode in the loop at once",
+    ),
     "quantized_format": Reason(
         "another package has quantized the weights, and patch() does not repack them: they have no exact counterpart "
         "among our formats (a table of values, activations that are quantized too, zero points for fewer than 128 "

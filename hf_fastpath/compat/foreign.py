@@ -26,6 +26,8 @@ _QUANTIZERS: dict[str, str | None] = {
         )
     },
 }
+#: PEFT's hook, for the length of a call, that hands a layer the adapter of each row
+_NAMES_OF_ROWS = "_adapter_names_pre_forward_hook"
 #: types of weights that kernels of a model's own family read; any other type is of quantized weights
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -50,6 +52,8 @@ def function_code(function: Any) -> str | None:
     """Return the reason code of a forward or hook that another package has put onto a module, or None."""
     function = getattr(function, "func", function)  # functools.partial
     function = getattr(function, "__func__", function)
+    if getattr(function, "__name__", "") == _NAMES_OF_ROWS:
+        return "adapter_names"
     # a wrapper has taken on the name of the module of what it wraps
     home = getattr(function, "__globals__", {}).get("__name__") or getattr(type(function), "__module__", "")
     return None if home.startswith(("torch.", "transformers.")) else _code_of_home(home)

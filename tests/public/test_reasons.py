@@ -137,6 +137,14 @@ def of_package(package: str, role: str = "up_proj", **attributes) -> set[str]:
     return after(replace)
 
 
+def _adapter_names_pre_forward_hook(module, args):
+    """The name of PEFT's hook for a call with an adapter for each row."""
+
+
+def adapter_names() -> set[str]:
+    return after(lambda model: mlp_of(model).up_proj.register_forward_pre_hook(_adapter_names_pre_forward_hook))
+
+
 def no_native_library(monkeypatch):
     """The user asks for the references."""
     monkeypatch.setenv("HF_FASTPATH_NATIVE", "0")
@@ -359,6 +367,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "unsupported_activation": unsupported_activation,
     "unsupported_head_dim": lambda: declined(build("llama", head_dim=514)),
     "adapter": lambda: of_package("peft.tuners.lora.layer"),
+    "adapter_names": adapter_names,
     "compressed_tensors": lambda: of_package("compressed_tensors.linear.compressed_linear"),
     "quantized_format": lambda: of_a_checkpoint(bits=3),
     "quantized_in_use": lambda: of_a_checkpoint(linear_mode="inference"),
@@ -491,6 +500,7 @@ NAMES = {
     "unsupported_head_dim": "model.layers.0.self_attn: LlamaAttention, head_dim=514",
     "unsupported_projection": "model.layers.0.mlp.up_proj: test_reasons.Adapted",
     "adapter": "model.layers.0.mlp.up_proj: peft.tuners.lora.layer.Linear",
+    "adapter_names": "hook test_reasons._adapter_names_pre_forward_hook",
     "compressed_tensors": "model.layers.0.mlp.up_proj: compressed_tensors.linear.compressed_linear.Linear",
     "quantized_format": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "quantized_order": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",

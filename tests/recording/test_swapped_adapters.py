@@ -158,6 +158,20 @@ def test_factors_that_calls_have_baked_in(monkeypatch):
         assert made
 
 
+def test_an_adapter_for_each_row_is_stocks():
+    """PEFT's layers sort rows by adapters; a reason says so, and the adapters by themselves stay in the loop."""
+    pair = Pair()
+    pair.add("b", 1)
+    ids = torch.arange(3, 12).expand(2, -1)
+    how = dict(input_ids=ids, max_new_tokens=4, do_sample=False, adapter_names=["first", "b"])
+    assert torch.equal(pair.stock.generate(**how), pair.ours.generate(**how))
+    stats = state_of(pair.ours.get_base_model()).stats
+    assert set(stats.reasons) == {"adapter_names"} and "set_adapter(name)" in str(hf_fastpath.report(pair.ours))
+    stats.reasons.clear()
+    stats.fallback_tokens = 0
+    pair.check()
+
+
 def test_a_swapped_step_is_watched(monkeypatch):
     """What changes behind a swap counts: a factor, an attribute of a layer, a hook, a weight."""
     pair = Pair()
