@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import sys
 import zlib
 from collections import Counter
@@ -14,6 +15,7 @@ import transformers
 
 from hf_fastpath import logs
 from hf_fastpath.native import build, loader
+from hf_fastpath.patching import selftest
 from hf_fastpath.recording import prompts
 from hf_fastpath.registry import FLOAT_DTYPES
 
@@ -100,6 +102,23 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory):
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def few_collections():
+    """Collect garbage more rarely than Python does by itself, whose collections were a twelfth of the tests' time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20_000, 20, 100)
+    yield
+    gc.set_threshold(*thresholds)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collected(few_collections):
+    """Collect the garbage of a file's tests, and let no later collection look at what has stayed: modules, the tests
+    themselves, caches. A test that asks who refers to an object takes this back with ``gc.unfreeze()``."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def repeatable(request: pytest.FixtureRequest):
     """Give the same random numbers whatever ran before, and leave no trace of a test in the next one's globals."""
@@ -130,6 +149,24 @@ def prompts_of_recorded_models(request: pytest.FixtureRequest, monkeypatch: pyte
     """Elsewhere than in these files, and without ``--full``, modules read the prompts of recorded models."""
     if request.path.name not in READ_BY_LISTS and not request.config.getoption("--full"):
         monkeypatch.setattr(prompts, "FIRST_RECORDED", sys.maxsize)
+
+
+#: files whose tests are about twins, or about code that a twin may refuse
+TRIED_BY_TWINS = (
+    *("test_every_architecture.py", "test_explain.py", "test_foreign_code.py", "test_foreign_reasons.py"),
+    *("test_habits.py", "test_packed_faults.py", "test_passed_twins.py", "test_patch.py", "test_proof.py"),
+    *("test_structural.py", "test_twins.py", "test_verify_foreign.py", "test_versions.py"),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def twins_of_recorded_models(request: pytest.FixtureRequest):
+    """Elsewhere than in these files, and without ``--full``, a twin counts as one that has passed, as it does wherever
+    its note is found: a twin takes longer than a small model, whose own tokens the tests compare with stock's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name not in TRIED_BY_TWINS and not request.config.getoption("--full"):
+            patch.setattr(selftest, "run", lambda model, recorded=None: (None, 0.0))
+        yield
 
 
 #: columns of the golden matrix that name a case; the others hold what was measured

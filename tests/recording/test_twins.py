@@ -1,5 +1,5 @@
 """Small twins of models with the sizes that their types have by default, or are published with: checkpoints have such
-sizes, the small models of other tests do not."""
+sizes, the small models of other tests do not. And twins of these small models, which other tests take for passed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import csv
 import functools
 from pathlib import Path
 
+import causal_lm_types
+import encoder_decoder_types
+import multimodal_types
 import pytest
 import torch
 import transformers
-from models import CPU, require_native
+from models import CPU, require_native, skip_if_cache_is_named_otherwise
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
@@ -112,3 +115,29 @@ def test_twins_of_default_sizes(table, model_type, monkeypatch):
     assert found is None, plan.loop_reason
     of_model, of_twin = ({type(each) for each in compat.text_decoder(each).modules()} for each in (model, *twins))
     assert not of_model - of_twin
+
+
+#: types of the small models that tests patch, each unlike the others in what its twin needs
+SMALL = {
+    causal_lm_types: "aria_text bert codegen ctrl cwm deepseek_v3 exaone4 falcon_h1 glm4 gpt_neo granitemoe jais2 "
+    "kimi_linear llama4_text mamba2 minimax_m2 mpt nemotron qwen2_moe qwen3_5_text whisper zamba2",
+    encoder_decoder_types: "bart fsmt marian moonshine prophetnet t5 t5gemma2 whisper",
+    multimodal_types: "gemma3 idefics3 internvl llava paligemma qwen2_5_vl qwen2_audio qwen3_5 smolvlm voxtral",
+}
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize(("kind", "model_type"), [(kind, each) for kind in SMALL for each in SMALL[kind].split()])
+def test_twins_of_small_models(kind, model_type, monkeypatch):
+    """A twin decodes as stock does, with the same logits but for rounding: tokens alone would not show an activation,
+    a cap or a factor that is nearly right."""
+    require_native(CPU)
+    skip_if_cache_is_named_otherwise(model_type)
+    monkeypatch.setattr(passed_twins, "find", lambda key: None)
+    monkeypatch.setattr(passed_twins, "keep", lambda key, difference, twin: None)
+    model = kind.small_model(model_type)
+    plan = analyse.analyse(compat.generating_model(model), Options.parse())
+    if plan.recorded is None and transformers.__version__ != recorded("recorded_types").get("glm4"):
+        pytest.skip(f"{plan.loop_reason} on transformers {transformers.__version__}")
+    found, of_logits = selftest.run(plan.model, plan.recorded)
+    assert found is None and of_logits < 1e-5, (found, plan.loop_reason)
