@@ -125,7 +125,7 @@ def repeatable(request: pytest.FixtureRequest):
     threads = torch.get_num_threads()
     torch.manual_seed(1729)
     logs.given.clear()
-    if request.path.parent.name in ("ecosystem", "generation", "patches", "public", "recording"):
+    if request.path.parent.name in ("ecosystem", "generation", "passes", "patches", "public", "recording"):
         torch.set_num_threads(1)  # for tiny models, handing a microsecond of work to a pool takes longer than the work
     yield
     torch.set_num_threads(threads)

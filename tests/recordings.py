@@ -19,6 +19,7 @@ from hf_fastpath.decode.calls.named_calls import Call, Norm
 from hf_fastpath.decode.calls.pass_table import Pass
 from hf_fastpath.decode.ranks.rank_calls import gathered
 from hf_fastpath.recording import marks
+from hf_fastpath.recording.passes import modules, products, views
 from hf_fastpath.recording.probing import evaluate
 from hf_fastpath.recording.recorded_step import Recording, registers_in
 from hf_fastpath.recording.skeleton import Skeleton
@@ -26,6 +27,8 @@ from hf_fastpath.recording.stand_ins import StandIns
 from hf_fastpath.recording.step import record
 
 WIDTH, VOCAB = 16, 13
+#: passes in front of those that find gates and activations
+FEED_FORWARD = [modules.module_formulas, modules.activation_functions, views.no_change, products.split_products]
 #: below every position that a small decoder knows
 POSITION = 9
 
@@ -112,6 +115,18 @@ def parameter(*shape: int) -> nn.Parameter:
 def linear(features: int = WIDTH, given: int = WIDTH, bias: bool = False) -> nn.Linear:
     """A projection with random numbers."""
     return nn.Linear(given, features, bias=bias)
+
+
+def rms_one_plus(m, x, *_):
+    """An RMS norm whose weight is added to one."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + m.eps)
+    return (wide * (1.0 + m.weight.float())).type_as(x)
+
+
+def plain_rms(m, x, *_):
+    """An RMS norm without a weight."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + m.eps)
 
 
 def recorded(
