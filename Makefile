@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
 CUDA_ARCHS ?= 80 90a
 
-.PHONY: env demo test test-full test-conformance test-oldest test-gpu test-gpus compile-check wheel wheel-check sdist style quality \
+.PHONY: env fetch demo test test-full test-conformance test-oldest test-gpu test-gpus compile-check wheel wheel-check sdist style quality \
 	ptxas sanitize bench docs clean
 
 env: $(READY)
@@ -93,6 +93,10 @@ test-gpus:
 	HF_FASTPATH_REQUIRE_NATIVE=cpu,cuda $(PYTHON) -m pytest -q $(if $(GPU_JOBS),-n $(GPU_JOBS) --maxschedchunk 1) \
 		tests/distributed tests/ecosystem/test_accelerate.py tests/ecosystem/test_offloaded_weights.py \
 		tests/ops/test_sum_ranks.py tests/ops/test_gather_ranks.py $(ARGS)
+
+# What test-oldest and compile-check download.
+fetch: $(OLDEST_READY)
+	$(BIN)/python tests/compile_check.py --headers
 
 # Torch-facing sources against the headers of the oldest and of the newest torch that pyproject.toml admits.
 compile-check: $(READY)

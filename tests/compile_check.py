@@ -2,6 +2,7 @@
 
     python tests/compile_check.py               # both; downloads their headers once, into the environment
     python tests/compile_check.py 2.12.1        # one version
+    python tests/compile_check.py --headers     # only downloads both
 
 No compiler runs for longer than it takes to check the types: the headers that all files share are read once for each
 torch and kept in a precompiled header. CUDA's glue is checked if the toolkit's headers are there.
@@ -97,8 +98,12 @@ def run(command: list[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", help="of torch; none: the oldest and the newest")
-    failed = 0
-    for version in parser.parse_args().versions or (floor(), newest()):
+    parser.add_argument("--headers", action="store_true", help="download the headers, and compile nothing")
+    failed, given = 0, parser.parse_args()
+    for version in given.versions or (floor(), newest()):
+        if given.headers:
+            headers(version)
+            continue
         for text in errors(version):
             failed += 1
             print(f"torch {version}: {build.first_error(text)}\n{text}", file=sys.stderr)
