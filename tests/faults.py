@@ -12,6 +12,29 @@ from typing import Any
 import hf_fastpath
 
 PACKAGE = Path(hf_fastpath.__file__).parent
+#: what holds keys and values
+_CACHE = tuple(f"cache/{name}.py" for name in ("fastpath_cache", "buffers", "layer", "paged_layer", "pages"))
+#: what makes the steps of a plan
+_STEPS = (
+    *("decode/sources/steps.py", "decode/calls/named_calls.py"),
+    *("decode/lower/which_op.py", "decode/lower/many_rows.py"),
+    *("patching/forwards.py", "patching/module_patch.py", "patching/over_cache.py"),
+)
+#: files that a forward over a FastpathCache passes
+FORWARD = (*_CACHE, *_STEPS, "cache/edits.py", "patching/own_forward.py", "decode/loops/own_loop.py")
+#: files that ``generate()`` passes
+GENERATE = (
+    *(*_CACHE, *_STEPS, "patching/generation.py", "patching/state.py"),
+    *(f"decode/loops/{name}.py" for name in ("generate_calls", "eligibility", "sample", "prompt")),
+    *("decode/plans/decode_plan.py", "decode/plans/plan_cache.py", "decode/state/snapshot.py"),
+    *("decode/run/program.py", "decode/run/passes.py", "decode/run/one_call.py", "decode/calls/pass_table.py"),
+)
+#: files that ``patch()`` and ``unpatch()`` pass; but patching/loops.py, where finalizers of other models run
+PATCH = (
+    *("patching/api.py", "patching/analyse.py", "patching/apply.py", "patching/copies.py", "patching/coverage.py"),
+    *("patching/ledger.py", "patching/plan.py", "patching/reporting.py", "patching/state.py"),
+    *("architecture.py", "decode/model/structure.py", "decode/model/parts.py"),
+)
 
 
 class Fault:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import Fault, places
+from faults import FORWARD, Fault, places
 from models import WINDOW, build, counting, pair, prompt
 from parity import assert_same_tokens
 from test_cache import dynamic, states
@@ -24,13 +24,6 @@ from hf_fastpath.compat import CACHE
 from hf_fastpath.ops.kv_cache import dequantized, quantized, requantized
 
 SIZE = 16
-FILES = (
-    *(f"cache/{name}.py" for name in ("fastpath_cache", "buffers", "edits", "layer", "paged_layer", "pages")),
-    *("decode/sources/steps.py", "decode/calls/named_calls.py"),
-    *("decode/lower/which_op.py", "decode/lower/many_rows.py"),
-    *("patching/forwards.py", "patching/module_patch.py", "patching/over_cache.py"),
-    *("patching/own_forward.py", "decode/loops/own_loop.py"),
-)
 #: parts of a FastpathCache: layers, options, tokens that it holds before it is edited
 HOLDERS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
     "full": (("full",), {}, 20),
@@ -690,12 +683,12 @@ def test_a_forward_that_is_interrupted_leaves_the_cache_as_it_was(name, request,
                 ours(new, **{CACHE: copy.deepcopy(filled)})
             cache = copy.deepcopy(filled)
             gc.collect()
-            with Fault(FILES) as whole:
+            with Fault(FORWARD) as whole:
                 expected = ours(new, **{CACHE: cache}).logits
             for at in places(whole.lines, count_of_places):
                 cache = copy.deepcopy(filled)
                 gc.collect()  # an interrupt inside of a __del__ is swallowed by Python
-                with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
+                with Fault(FORWARD, at) as fault, pytest.raises(KeyboardInterrupt):
                     ours(new, **{CACHE: cache})
                 lengths = {layer.get_seq_length() for layer in cache.layers}
                 assert lengths == {past} or lengths == {past + count}, fault.where

@@ -7,40 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from faults import Fault, places
+from faults import GENERATE, Fault, places
 from models import counting, left_padded, over_architectures, pair, prompt
 from parity import assert_same_tokens
 
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE
 
-FILES = (
-    "decode/loops/generate_calls.py",
-    "decode/loops/eligibility.py",
-    "decode/loops/sample.py",
-    "decode/plans/decode_plan.py",
-    "decode/plans/plan_cache.py",
-    "decode/run/program.py",
-    "decode/loops/prompt.py",
-    "decode/state/snapshot.py",
-    "decode/sources/steps.py",
-    "decode/calls/named_calls.py",
-    "decode/run/passes.py",
-    "decode/lower/which_op.py",
-    "decode/calls/pass_table.py",
-    "decode/lower/many_rows.py",
-    "decode/run/one_call.py",
-    "cache/fastpath_cache.py",
-    "cache/buffers.py",
-    "cache/layer.py",
-    "cache/paged_layer.py",
-    "cache/pages.py",
-    "patching/forwards.py",
-    "patching/generation.py",
-    "patching/module_patch.py",
-    "patching/over_cache.py",
-    "patching/state.py",
-)
 FEW = dict(max_new_tokens=5, do_sample=False)
 POINTS = 30
 
@@ -60,13 +33,13 @@ def broken_off(model, make_options: Callable[[], dict]) -> Iterator[tuple[dict, 
     model.generate(**make_options())  # so that one-time work of the process is done
     forget()
     options = make_options()
-    with Fault(FILES) as whole:
+    with Fault(GENERATE) as whole:
         model.generate(**options)
     assert whole.lines > 100
     for at in places(whole.lines, POINTS):
         forget()
         options = make_options()
-        with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
+        with Fault(GENERATE, at) as fault, pytest.raises(KeyboardInterrupt):
             model.generate(**options)
         yield options, fault.where
 

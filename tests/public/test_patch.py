@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import Fault, places
+from faults import PATCH, Fault, places
 from models import (
     CPU,
     SHORT,
@@ -163,14 +163,6 @@ def test_a_failing_patch_leaves_nothing(failing, after, monkeypatch):
     model.generate(prompt(CPU), **SHORT)
 
 
-#: patching/loops.py is left out, because finalizers of other tests' models run there
-FILES = (
-    *("patching/api.py", "patching/analyse.py", "patching/apply.py", "patching/copies.py", "patching/coverage.py"),
-    *("patching/ledger.py", "patching/plan.py", "patching/reporting.py", "patching/state.py"),
-    *("architecture.py", "decode/model/structure.py", "decode/model/parts.py"),
-)
-
-
 @over_architectures
 def test_patch_interrupted_anywhere(architecture):
     """An interrupt at any line of patch(), its report included, leaves the model as it was."""
@@ -180,12 +172,12 @@ def test_patch_interrupted_anywhere(architecture):
     anchor = hf_fastpath.patch(build("gpt2"), quiet=True)  # keeps the wrapper in place, so that it can be compared
     users = set(loops._users)
     for _ in range(2):  # the first call fills caches
-        with Fault(FILES) as whole:
+        with Fault(PATCH) as whole:
             hf_fastpath.patch(model)
         hf_fastpath.unpatch(model)
         assert_same_instances(instances(model), before)
     for at in places(whole.lines - 1, 60):  # the last line is the return
-        with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
+        with Fault(PATCH, at) as fault, pytest.raises(KeyboardInterrupt):
             hf_fastpath.patch(model)
         assert hf_fastpath.patching.state.state_of(model) is None, fault.where
         assert_same_instances(instances(model), before)
@@ -201,12 +193,12 @@ def test_unpatch_interrupted_anywhere(architecture):
     model, stock = build(architecture), build(architecture)
     before = instances(model)
     hf_fastpath.patch(model, quiet=True)
-    with Fault(FILES) as whole:
+    with Fault(PATCH) as whole:
         hf_fastpath.unpatch(model)
     expected = stock.generate(prompt(CPU), **SHORT)
     for at in places(whole.lines, 25):
         hf_fastpath.patch(model, quiet=True)
-        with Fault(FILES, at) as fault, pytest.raises(KeyboardInterrupt):
+        with Fault(PATCH, at) as fault, pytest.raises(KeyboardInterrupt):
             hf_fastpath.unpatch(model)
         assert torch.equal(model.generate(prompt(CPU), **SHORT), expected), fault.where
         hf_fastpath.unpatch(model)
