@@ -95,6 +95,7 @@ STEPS: list[tuple[str, Callable[[Any], Any]]] = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
