@@ -41,8 +41,10 @@ def code(blocks, given):
 
 def run(kind, what):
     if kind == "command":
+        from hf_fastpath import bandwidth
         from hf_fastpath.cli.main import main
 
+        bandwidth.CPU_BYTES = 1 << 26  # figures are not compared
         return {"status": main(what)}
     if kind == "file":
         runpy.run_path(what, run_name="example")
