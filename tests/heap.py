@@ -47,11 +47,8 @@ def growth(call: Callable[[], object], times: int, windows: int = 3) -> int:
     held = []
     gc.collect()
     gc.freeze()  # what other tests have left is no garbage of these calls, and takes most of a collection's time
-    try:
-        for _ in range(windows + 1):
-            for _ in range(times):
-                call()
-            held.append(held_bytes())
-    finally:
-        gc.unfreeze()
+    for _ in range(windows + 1):
+        for _ in range(times):
+            call()
+        held.append(held_bytes())
     return min(after - before for before, after in zip(held, held[1:]))

@@ -661,8 +661,6 @@ def few_objects():
     """Let collections look at new objects alone: a process of many tests has millions of older ones."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", LOADED)
