@@ -11,7 +11,7 @@ import torch
 from hf_fastpath.ops.decode_attention import MAX_QUERY_LEN, workspace_bytes
 from hf_fastpath.ops.kv_cache import in_pages, quantized
 from hf_fastpath.ops.rope_append import random_head_norms
-from hf_fastpath.quantization.formats import FORMATS, padded
+from hf_fastpath.quantization.formats import FORMATS, padded, scale_dtype
 from hf_fastpath.registry import Sample
 
 
@@ -89,7 +89,11 @@ def packed_call(
     # the largest bytes of fp8 are NaN
     quants = random_bytes(n, padded(k) * found.bits // 8, below=127 if found.is_float else 256)
     zeros = random_bytes(*groups, below=16) if found.has_zeros else None
-    arguments = sample_of(drawn(1, rows, k), quants, lambda device, _: torch.rand(groups, device=device).half(), zeros)
+
+    def scales(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        return torch.rand(groups, device=device).to(scale_dtype(found))
+
+    arguments = sample_of(drawn(1, rows, k), quants, scales, zeros)
     return Call(name, lambda *to: Sample(*arguments(*to).args, 1 / 64, format), devices=devices)
 
 

@@ -84,6 +84,8 @@ class PackedFormat(Choice):
     FP8 = 1
     INT4 = 2
     INT4_G32 = 3
+    NF4 = 4
+    FP4 = 5
 
 
 #: what ``patch(lm_head=...)`` takes: "fp16" leaves the head as it is, any other name is a format

@@ -4,20 +4,22 @@ The build writes ``csrc/weights/formats.generated.h`` and the files that instant
 (``native/generated.py``), so that the module imports no torch.
 
 A row of a weight is cut into groups. The weights of a group share one scale, and a zero point if the format has zero
-points: ``weight = multiplier * scale * (quant - zero)``. Quants, scales and zeros are separate tensors, so that a
-kernel reads each of them as one unbroken stream:
+points: ``weight = multiplier * scale * (quant - zero)``, or ``multiplier * scale * table[quant]``. Quants, scales and
+zeros are separate tensors, so that a kernel reads each of them as one unbroken stream:
 
 * quants, uint8 [rows, blocks * BLOCK * bits / 8]: rows are padded to whole blocks of 128 weights. A block consists of
   32-bit little-endian words of four or eight neighboring weights each, the first weight in the lowest bits. A block has
   four stretches of 32 weights, whose words take turns: word ``4 w + s`` is the ``w``-th word of stretch ``s``. So 16
   bytes hold one word of each stretch, and a lane that reads every fourth word reads one stretch.
-* scales, float16 [rows, groups], and zeros, uint8 [rows, groups]; the padding of a block is quants of value zero.
+* scales, float16 or of tables float32 [rows, groups], and zeros, uint8 [rows, groups]; the padding of a block is quants
+  of value zero.
 * multiplier, a power of two for the whole matrix: it keeps the scales in float16's normal range.
 """
 
 from __future__ import annotations
 
 import enum
+import struct
 from dataclasses import dataclass
 
 from .choices import PackedFormat
@@ -26,6 +28,8 @@ from .choices import PackedFormat
 BLOCK = 128
 #: stretches of a block, whose words take turns
 STRETCHES = 4
+#: steps that 1 may be in a table: with 14 bits of x, sums over the 16 products of an int32 stay below 2^31
+MOST_STEPS = 1 << 13
 
 
 class QuantValues(enum.Enum):
@@ -35,7 +39,7 @@ class QuantValues(enum.Enum):
     INTEGERS = "integers"
     #: float8_e4m3fn
     FLOATS = "floats"
-    #: places in a table of values
+    #: places in a table of 16 values
     TABLE = "table"
 
 
@@ -50,6 +54,17 @@ class ZeroPoints(enum.Enum):
     OF_GROUP = "of_group"
 
 
+#: values of NormalFloat4, each a float32: QLoRA (arXiv 2305.14314), appendix E
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+#: values of bitsandbytes' FP4, a sign and twelfths: ``bitsandbytes.functional.get_4bit_type``
+_FP4 = tuple(struct.unpack("f", struct.pack("f", each / 12))[0] for each in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+FP4 = (*_FP4, *(0.0 - each for each in _FP4))
+
+
 @dataclass(frozen=True)
 class Format:
     """How weights of few bits are stored.
@@ -58,12 +73,14 @@ class Format:
         name: the name that ``patch(weights=)`` takes.
         bits: bits of a quant, 4 or 8.
         group: number of weights that share a scale; 0 for a whole row.
-        lowest, highest: range of a quant, less its zero if that is fixed; of floats the largest magnitude.
+        lowest, highest: range of a quant, less its zero if that is fixed; of floats and tables the largest magnitude.
         values: what quants are.
         zeros: which quant is the weight 0.
         zero: that quant, if it is fixed.
         direction: what neighbors in a group are: "inputs" of an output.
-        scale_dtype: type of a scale.
+        scale_dtype: type of a scale, "float16", or "float32" where values are a table.
+        table: the values, each a float32; empty if values are none.
+        steps: of a table: 1 is so many steps. Kernels that multiply integers round values to whole steps.
         order: how quants lie: "stretches", see the module's docstring.
 
     Raises:
@@ -80,16 +97,24 @@ class Format:
     zero: int = 0
     direction: str = "inputs"
     scale_dtype: str = "float16"
+    table: tuple[float, ...] = ()
+    steps: int = 0
     order: str = "stretches"
 
     def __post_init__(self) -> None:
+        is_table = self.values is QuantValues.TABLE
+        groups = (2 * BLOCK // STRETCHES,) if is_table else (0, BLOCK // STRETCHES, BLOCK)
+        scale = "float32" if is_table else "float16"
         rules = {
             f"bits is {self.bits}, expected 4 or 8": self.bits in (4, 8),
-            f"group is {self.group}, expected 0 or 32 to {BLOCK} weights": self.group in (0, BLOCK // STRETCHES, BLOCK),
-            "values are a table, and no kernel reads one": self.values is not QuantValues.TABLE,
+            f"group is {self.group}, expected {' or '.join(map(str, groups))} weights": self.group in groups,
+            f"the table has {len(self.table)} values, expected {16 * is_table}": len(self.table) == 16 * is_table,
+            f"steps is {self.steps}, expected up to {MOST_STEPS} of a table": 0 <= self.steps <= MOST_STEPS * is_table,
+            "a table is of four bits, without zeros": not is_table or (self.bits, self.zeros) == (4, ZeroPoints.NONE),
+            "values of a table are float32 from -1 to 1, one of them 0": not is_table or _is_table(self.table),
             f"zero is {self.zero} and not fixed": self.zero == 0 or self.zeros is ZeroPoints.FIXED,
             f"direction is {self.direction}, expected inputs": self.direction == "inputs",
-            f"scale_dtype is {self.scale_dtype}, expected float16": self.scale_dtype == "float16",
+            f"scale_dtype is {self.scale_dtype}, expected {scale}": self.scale_dtype == scale,
             f"order is {self.order}, expected stretches": self.order == "stretches",
         }
         broken = [rule for rule, holds in rules.items() if not holds]
@@ -107,6 +132,21 @@ class Format:
         return self.values is QuantValues.FLOATS
 
     @property
+    def is_table(self) -> bool:
+        """Whether quants are places in :attr:`table`."""
+        return self.values is QuantValues.TABLE
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale."""
+        return 4 if self.scale_dtype == "float32" else 2
+
+    @property
+    def empty_quant(self) -> int:
+        """The quant of padding, whose weight is 0; where groups have zeros, it is theirs."""
+        return self.table.index(0.0) if self.is_table else self.zero
+
+    @property
     def has_zeros(self) -> bool:
         """Whether groups have zero points of their own; else :attr:`zero` holds for all groups."""
         return self.zeros is ZeroPoints.OF_GROUP
@@ -117,8 +157,14 @@ class Format:
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of a matrix that a product reads."""
-        groups = self.groups(in_features) * (3 if self.has_zeros else 2)
+        groups = self.groups(in_features) * (self.scale_bytes + self.has_zeros)
         return out_features * (padded(in_features) * self.bits // 8 + groups)
+
+
+def _is_table(values: tuple[float, ...]) -> bool:
+    """Whether kernels can look up these values."""
+    are_floats = all(struct.unpack("f", struct.pack("f", each))[0] == each for each in values)
+    return are_floats and 0.0 in values and max(map(abs, values)) <= 1
 
 
 def padded(in_features: int) -> int:
@@ -134,5 +180,8 @@ FORMATS = {
         Format("fp8", 8, 0, -448, 448, values=QuantValues.FLOATS),
         Format("int4", 4, 128, 0, 15, zeros=ZeroPoints.OF_GROUP),
         Format("int4_g32", 4, 32, -8, 7, zeros=ZeroPoints.FIXED, zero=8),
+        # of all steps, values are nearest to whole ones and to float16: docs/lab/packed_gemv_cpu.md
+        Format("nf4", 4, 64, -1, 1, QuantValues.TABLE, scale_dtype="float32", table=NF4, steps=6872),
+        Format("fp4", 4, 64, -1, 1, QuantValues.TABLE, scale_dtype="float32", table=FP4, steps=192 * 32),
     )
 }

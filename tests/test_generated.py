@@ -11,12 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hf_fastpath import packed_formats
 from hf_fastpath.choices import PackedFormat
 from hf_fastpath.native import build, generated, toolchain
-from hf_fastpath.packed_formats import FORMATS, Format, QuantValues, ZeroPoints
+from hf_fastpath.packed_formats import FORMATS, NF4, Format, QuantValues, ZeroPoints
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
@@ -34,7 +35,7 @@ def test_generated_files_are_up_to_date():
 
 
 def test_numbers_are_those_of_ops():
-    assert [int(each.packed_format) for each in FORMATS.values()] == list(range(len(PackedFormat))) == [0, 1, 2, 3]
+    assert [int(each.packed_format) for each in FORMATS.values()] == list(range(len(PackedFormat))) == [*range(6)]
 
 
 def test_update_writes_what_differs_and_removes_what_is_no_more(tmp_path, monkeypatch):
@@ -78,8 +79,10 @@ def test_no_file_asks_for_the_name_of_a_format():
     ("changes", "text"),
     (
         ({"bits": 3}, "bits is 3"),
-        ({"group": 64}, "group is 64"),
-        ({"values": QuantValues.TABLE}, "no kernel reads one"),
+        ({"group": 64}, "group is 64, expected 0 or 32 or 128 weights"),
+        ({"values": QuantValues.TABLE}, "the table has 0 values, expected 16"),
+        ({"table": NF4}, "the table has 16 values, expected 0"),
+        ({"steps": 1}, "steps is 1, expected up to 8192 of a table"),
         ({"zero": 8, "zeros": ZeroPoints.NONE}, "zero is 8 and not fixed"),
         ({"direction": "outputs"}, "direction is outputs"),
         ({"scale_dtype": "e8m0"}, "scale_dtype is e8m0"),
@@ -89,6 +92,24 @@ def test_no_file_asks_for_the_name_of_a_format():
 def test_a_format_without_kernels_is_refused(changes, text):
     with pytest.raises(ValueError, match=f"format 'new': .*{text}.*: write kernels"):
         dataclasses.replace(FORMATS["int4"], name="new", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    (
+        ({"group": 128}, "group is 128, expected 64 weights"),
+        ({"scale_dtype": "float16"}, "scale_dtype is float16, expected float32"),
+        ({"steps": 16384}, "steps is 16384, expected up to 8192"),
+        ({"zeros": ZeroPoints.OF_GROUP}, "a table is of four bits, without zeros"),
+        ({"table": NF4[:-1]}, "the table has 15 values"),
+        ({"table": (*NF4[:-1], 1.5)}, "float32 from -1 to 1, one of them 0"),
+        ({"table": (*NF4[:-1], 0.1)}, "float32 from -1 to 1, one of them 0"),
+        ({"table": (-1.0,) * 16}, "float32 from -1 to 1, one of them 0"),
+    ),
+)
+def test_a_table_without_kernels_is_refused(changes, text):
+    with pytest.raises(ValueError, match=f"format 'new': .*{text}.*: write kernels"):
+        dataclasses.replace(FORMATS["nf4"], name="new", **changes)
 
 
 def test_the_recipe_imports_no_torch():
@@ -112,6 +133,8 @@ void print() {
   using T = Traits<kFormat>;
   std::printf("[\\"%s\\", %d, %d, %d, %d, %d, %d, %d, [", traits_of(kFormat).name, int(kFormat), T::kBits, T::kIsFloat,
               T::kHasZeros, T::kZero, T::kScalesSums, T::kEachStretch);
+  for (float value : traits_of(kFormat).table) std::printf("%.9g, ", value);
+  std::printf("%d, %d, %d], [", T::kHasTable, T::kScaleBytes, traits_of(kFormat).steps);
   for (int64_t blocks = 1; blocks < 4; ++blocks) std::printf("%d, ", int(groups_of(kFormat, blocks)));
   std::printf("0], [");
   for (int64_t i = 0; i < 12; ++i) std::printf("%d, ", int(group_of(kFormat, i / 4, i % 4)));
@@ -125,13 +148,22 @@ int main() {
 """
 
 
-def compiled(folder: Path, csrc: Path) -> subprocess.CompletedProcess:
+def compiled(folder: Path, csrc: Path, code: str = PRINT) -> subprocess.CompletedProcess:
     try:
         cxx = toolchain.find_toolchain("cpu").cxx
     except build.BuildError as error:
         pytest.skip(str(error))
-    (folder / "print.cpp").write_text(PRINT)
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{csrc}", "-o", str(folder / "print")]
+    (folder / "print.cpp").write_text(code)
+    flags = [
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        f"-I{csrc}",
+        "-o",
+        str(folder / "print"),
+    ]
     return subprocess.run([*shlex.split(cxx), *flags, str(folder / "print.cpp")], capture_output=True, text=True)
 
 
@@ -141,11 +173,13 @@ def test_traits_are_those_of_the_formats(tmp_path):
     said = subprocess.run([str(tmp_path / "print")], capture_output=True, text=True, check=True).stdout
     rows = [json.loads(line) for line in said.splitlines()]
     assert [row[0] for row in rows] == list(FORMATS)
-    for name, number, bits, is_float, has_zeros, zero, of_row, each_stretch, groups, places in rows:
+    for name, number, bits, is_float, has_zeros, zero, of_row, each_stretch, table, groups, places in rows:
         format = FORMATS[name]
         assert (number, bits, is_float) == (int(format.packed_format), format.bits, format.is_float)
         assert (has_zeros, zero) == (format.has_zeros, format.zero)
         assert (of_row, each_stretch) == (format.group == 0, format.group == 32)
+        assert [float(np.float32(value)) for value in table[:16]] == list(format.table or [0] * 16)
+        assert table[16:] == [format.is_table, format.scale_bytes, format.steps]
         assert groups[:-1] == [format.groups(128 * blocks) for blocks in (1, 2, 3)]
         of_weight = [0 if format.group == 0 else weight // format.group for weight in range(0, 3 * 128, 32)]
         assert places[:-1] == of_weight
@@ -170,3 +204,69 @@ def test_a_further_format_does_not_fall_into_branches_of_others(tmp_path, monkey
     generated.update(tmp_path)
     result = compiled(tmp_path, tmp_path)
     assert result.returncode != 0 and said in result.stderr, result.stderr[-2000:]
+
+
+LOOK_UP = """
+#include <cstdio>
+#include <cstdint>
+#define __device__
+#define __forceinline__ inline
+static uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t places) {
+  const uint64_t all = uint64_t(high) << 32 | low;
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) bytes |= uint32_t(all >> (places >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return bytes;
+}
+#include "weights/packed_table.cuh"
+using namespace hf_fastpath;
+template <PackedFormat kFormat>
+void print() {
+  if constexpr (has_table(kFormat)) {
+    for (uint32_t rotated = 0; rotated < 16; ++rotated) {  // each quant at each place of a word
+      uint32_t word = 0, pairs[2][4];
+      for (uint32_t i = 0; i < 8; ++i) word |= (rotated + i) % 16 << 4 * i;
+      table_pairs<kFormat, 0>(word, pairs[0]);
+      table_pairs<kFormat, 1>(word, pairs[1]);
+      for (uint32_t i = 0; i < 8; ++i)
+        for (int term = 0; term < 2; ++term) std::printf("%u ", pairs[term][i / 2] >> i % 2 * 16 & 0xffff);
+      std::printf("\\n");
+    }
+  }
+}
+int main() {
+  for (int i = 0; i <= int(kLastPackedFormat); ++i) {
+    with_format(PackedFormat(i), [](auto format) { print<decltype(format)::value>(); });
+  }
+}
+"""
+
+
+def test_kernels_look_up_the_values_of_tables(tmp_path):
+    """A GPU's permutations of bytes are done here: both float16 of a value together are all of it but 2^-22."""
+    result = compiled(tmp_path, CSRC, LOOK_UP)
+    assert result.returncode == 0, result.stderr
+    said = subprocess.run([str(tmp_path / "print")], capture_output=True, text=True, check=True).stdout
+    lines = iter(said.splitlines())
+    for format in (each for each in FORMATS.values() if each.is_table):
+        for rotated in range(16):
+            bits = np.array(next(lines).split(), dtype=np.uint16).view(np.float16).astype(np.float64).reshape(8, 2)
+            values = np.array([format.table[(rotated + i) % 16] * format.steps for i in range(8)])
+            assert np.all(np.abs(bits[:, 0] - values) <= 2**-11 * np.abs(values))
+            assert np.all(np.abs(bits.sum(1) - values) <= 2**-22 * np.abs(values))
+
+
+def test_a_further_table_needs_no_more_than_its_row(tmp_path, monkeypatch):
+    """Values are data: neither traits nor lookups know a table by its name."""
+    values = tuple(float(np.float32(each)) for each in np.linspace(-1, 1, 15))
+    further = dataclasses.replace(FORMATS["nf4"], name="even", table=(*values, 0.5), steps=7 * 1024)
+    (tmp_path / "weights").mkdir()
+    for name in ("packed_format.h", "packed_table.cuh"):
+        shutil.copy(CSRC / "weights" / name, tmp_path / "weights")
+    monkeypatch.setattr(Format, "packed_format", property(lambda self: list(generated.FORMATS).index(self.name)))
+    monkeypatch.setattr(generated, "FORMATS", packed_formats.FORMATS | {"even": further})
+    generated.update(tmp_path)
+    for code in (PRINT, LOOK_UP):
+        assert (result := compiled(tmp_path, tmp_path, code)).returncode == 0, result.stderr
+    found = subprocess.run([str(tmp_path / "print")], capture_output=True, text=True, check=True).stdout.splitlines()
+    bits = np.array(found[-16].split(), dtype=np.uint16).view(np.float16).astype(np.float64).reshape(8, 2)
+    np.testing.assert_allclose(bits.sum(1), np.array(values[:8]) * further.steps, rtol=2**-22)

@@ -2,6 +2,8 @@
 // Work split: a block has a row, a thread eight neighbors of it at a time, which are a word of 4 or two of 8
 // bits. Traffic: quants and scales once, the weights out once. Roofline: bandwidth of writes.
 
+#include <utility>
+
 #include "common/cuda_check.cuh"
 #include "packed_gemm/packed_gemm.h"
 #include "packed_gemm/packed_gemm_quants.cuh"
@@ -11,6 +13,18 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kNeighbors = 8;
+
+// Of a format with a table all of its values, in shared memory, where each has a bank of its own: no lane
+// waits for another.
+template <PackedFormat kFormat, int kPlace>
+constexpr float kTableValue = traits_of(kFormat).table[kPlace];
+template <PackedFormat kFormat, int... kPlace>
+__device__ __forceinline__ const float* shared_table(std::integer_sequence<int, kPlace...>) {
+  __shared__ float table[sizeof...(kPlace)];
+  ((int(threadIdx.x) == kPlace ? void(table[kPlace] = kTableValue<kFormat, kPlace>) : void()), ...);
+  __syncthreads();  // all of it is there
+  return table;
+}
 
 template <PackedFormat kFormat>
 __device__ __forceinline__ float quant_of(const uint32_t (&words)[2], int i, int zero) {
@@ -27,7 +41,10 @@ __global__ void __launch_bounds__(kThreads)
                              bool whole) {
   constexpr int kWords = PackedPiece<kFormat>::kBits / 4,
                 kBlockWords = int(kPackedBlock) / kNeighbors * kWords;
-  constexpr int kGroups = Traits<kFormat>::kEachStretch ? int(kStretches) : 1;
+  using Of = Traits<kFormat>;
+  constexpr int kGroups = Of::kEachStretch ? int(kStretches) : 1;
+  const float* table = nullptr;
+  if constexpr (Of::kHasTable) table = shared_table<kFormat>(std::make_integer_sequence<int, 16>());
   const int64_t row = begin + blockIdx.x;
   const uint32_t* const from = quants + row * matrix.blocks * kBlockWords;
   const int64_t groups = row * matrix.groups;
@@ -43,13 +60,24 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
       words[i] = __ldcs(from + block * kBlockWords + (w * kWords + i) * int(kStretches) + stretch);
-    const int64_t group =
-        Traits<kFormat>::kScalesSums ? row : groups + block * kGroups + (kGroups > 1 ? stretch : 0);
-    const float scale = __half2float(__ushort_as_half(__ldg(matrix.scales + group))) * matrix.multiplier;
-    const int zero = Traits<kFormat>::kHasZeros ? __ldg(matrix.zeros + group) : Traits<kFormat>::kZero;
+    const int64_t group = Of::kScalesSums ? row : groups + block * kGroups + (kGroups > 1 ? stretch : 0);
+    float scale = matrix.multiplier;
+    if constexpr (Of::kScaleBytes == 4) {
+      const int of_row = block * Of::kScalesPerBlock + stretch / Of::kTogether;
+      scale *= __ldg(reinterpret_cast<const float*>(matrix.scales + groups) + of_row);
+    } else {
+      scale *= __half2float(__ushort_as_half(__ldg(matrix.scales + group)));
+    }
+    const int zero = Of::kHasZeros ? __ldg(matrix.zeros + group) : Of::kZero;
     float values[kNeighbors];
 #pragma unroll
-    for (int i = 0; i < kNeighbors; ++i) values[i] = quant_of<kFormat>(words, i, zero) * scale;
+    for (int i = 0; i < kNeighbors; ++i) {
+      if constexpr (Of::kHasTable) {
+        values[i] = table[words[0] >> 4 * i & 15] * scale;
+      } else {
+        values[i] = quant_of<kFormat>(words, i, zero) * scale;
+      }
+    }
     T* const to = of_row + first;
     if (whole) {
 #pragma unroll

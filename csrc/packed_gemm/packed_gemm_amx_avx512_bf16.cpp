@@ -57,7 +57,7 @@ struct Registers {
   // Scales that are read with block b of the rows behind the next kRows.
   HF_INLINE void prefetch_scales(Weight weight, int64_t n, int64_t b) {
     if constexpr (Traits<kFormat>::kScalesSums) return;
-    constexpr int64_t kBytes = kRows * 2 * Traits<kFormat>::kScalesPerBlock;
+    constexpr int64_t kBytes = kRows * Traits<kFormat>::kScaleBytes * Traits<kFormat>::kScalesPerBlock;
     const int64_t first = (n + kRows) * weight.groups;
     const auto* from = reinterpret_cast<const char*>(weight.scales + first) + b * kBytes;
     for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) prefetch(from + line);
@@ -155,7 +155,7 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
       finite = (rows_of_x<false, kGroups>(of_tile, y) || !kInTwo) && finite;
       if constexpr (Traits<kFormat>::kScalesSums) {
         const auto mask = static_cast<__mmask16>((1u << count) - 1);
-        const __m512 scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, args.weight.scales + first));
+        const __m512 scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, weight.scales + first));
         for (int64_t m = 0; m < args.rows; ++m) {
           _mm512_store_ps(y + m * kRun, _mm512_mul_ps(_mm512_load_ps(y + m * kRun), scales));
         }

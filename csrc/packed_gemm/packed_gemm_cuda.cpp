@@ -94,7 +94,7 @@ Tensor packed_gemm_cuda(const Tensor& x, const Tensor& quants, const Tensor& sca
                   "hf_fastpath::packed_gemm: more than 2^31 features or rows");
   p.matrix.format = shape.format;
   p.matrix.rows = shape.rows;
-  p.matrix.groups = static_cast<int>(shape.groups);
+  p.matrix.groups = static_cast<int>(shape.groups * scale_bytes(shape.format) / 2);
   p.matrix.blocks = static_cast<int>(shape.blocks);
   p.matrix.scales = static_cast<const uint16_t*>(factors.data_ptr());
   p.matrix.zeros = static_cast<const uint8_t*>(data_or_null(points));

@@ -5,6 +5,7 @@
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 #include "packed_gemv/packed_gemv.h"
+#include "weights/packed_table.cuh"
 
 namespace hf_fastpath {
 
@@ -17,7 +18,7 @@ struct PackedPiece {
   // In shared memory: blocks of 64 bytes a row, or of 128 in the order of swizzled copies: lanes of two rows
   // that read at a time find different banks.
   static constexpr int kRowBytes = 16 * kBits;
-  static constexpr int kScales = Traits<kFormat>::kScalesPerBlock;
+  static constexpr int kScales = Traits<kFormat>::kScaleHalves;  // in 16 bits
 };
 
 // Scales and zeros of a piece, of one row.
@@ -42,8 +43,9 @@ struct PieceScales {
       if constexpr (Traits<kFormat>::kHasZeros) zeros[b] = __ldg(matrix.zeros + row + block);
     }
   }
-  // Of a stretch, as bits of a float16 twice.
+  // Of a stretch, as bits of a float16 twice or of a float32.
   __device__ __forceinline__ uint32_t scale(int block, int stretch) const {
+    if constexpr (Traits<kFormat>::kHasTable) return scales[block][stretch / 2];
     if constexpr (Piece::kScales == 4)
       return __byte_perm(scales[block][stretch / 2], 0, stretch % 2 ? 0x3232 : 0x1010);
     return __byte_perm(scales[block][0], 0, 0x1010);
@@ -135,7 +137,7 @@ struct LaneQuants {  // 8 bits: of four words a half each
 // each in four.
 template <class T, PackedFormat kFormat>
 struct LaneQuants<T, kFormat, std::enable_if_t<bits_of(kFormat) == 4>> {
-  static constexpr int kWords = std::is_same_v<T, __half> ? 4 : 1;
+  static constexpr int kWords = std::is_same_v<T, __half> && !has_table(kFormat) ? 4 : 1;
   uint32_t halves, all, bytes[4];  // choices of bytes
 
   __device__ __forceinline__ LaneQuants() {
@@ -169,7 +171,15 @@ __device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kFormat>&
   constexpr bool kHalf = std::is_same_v<T, __half>;
   uint32_t words[LaneQuants<T, kFormat>::kWords];
   lane(loaded, words);
-  if constexpr (Traits<kFormat>::kIsFloat) {  // the scale is a row's
+  if constexpr (Traits<kFormat>::kHasTable) {
+    const float scale = __uint_as_float(scale_bits) * (1.f / Traits<kFormat>::kSteps);
+    table_pairs<kFormat>(words[0], pair);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = unpack2(pair[i], __half());
+      pair[i] = pack2(two.x * scale, two.y * scale, T());
+    }
+  } else if constexpr (Traits<kFormat>::kIsFloat) {  // the scale is a row's
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kHalf) {

@@ -20,7 +20,7 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
   const uint8_t* quants = row.quants + b * kBytes;
   if constexpr (Traits<kFormat>::kBits == 8 && !Traits<kFormat>::kIsFloat) {
-    const __m256 scale = _mm256_set1_ps(half_to_float(row.scales[b]));
+    const __m256 scale = _mm256_set1_ps(half_to_float(Row::scales_of<kFormat>(row)[b]));
     for (int64_t i = 0; i < kPackedBlock; i += 8) {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(quants + i));
       _mm256_store_ps(to + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), scale));
@@ -37,13 +37,18 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
     const __m256i zero =
         _mm256_set1_epi32(Traits<kFormat>::kHasZeros ? row.zeros[b] : Traits<kFormat>::kZero);
+    const auto* scales = Row::scales_of<kFormat>(row);
     for (int64_t word = 0; word < kPackedBlock / 8; ++word) {
       const int64_t group = group_of(kFormat, b, word % kStretches);
       const __m256i eight =
           _mm256_srlv_epi32(_mm256_set1_epi32(reinterpret_cast<const int32_t*>(quants)[word]), shifts);
-      const __m256i steps = _mm256_sub_epi32(_mm256_and_si256(eight, _mm256_set1_epi32(15)), zero);
-      _mm256_store_ps(to + word * 8, _mm256_mul_ps(_mm256_cvtepi32_ps(steps),
-                                                   _mm256_set1_ps(half_to_float(row.scales[group]))));
+      __m256 steps;
+      if constexpr (Traits<kFormat>::kHasTable) {
+        steps = looked_up<kFormat>(eight);
+      } else {
+        steps = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(eight, _mm256_set1_epi32(15)), zero));
+      }
+      _mm256_store_ps(to + word * 8, _mm256_mul_ps(steps, _mm256_set1_ps(scale_to_float(scales[group]))));
     }
   }
 }
@@ -91,7 +96,8 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
     }
   }
   for (int r = 0; r < kS; ++r) {
-    const float scale = Traits<kFormat>::kScalesSums ? half_to_float(row[r].scales[0]) * 256.0f : 1.0f;
+    const float scale =
+        Traits<kFormat>::kScalesSums ? scale_to_float(*Row::scales_of<kFormat>(row[r])) * 256.0f : 1.0f;
     for (int64_t m = 0; m < args.rows; ++m) {
       const int64_t place = r * kDequantizedRows + m;
       y[r][m * kRun] = horizontal_sum(_mm256_add_ps(total[0][place], total[1][place])) * scale;

@@ -11,10 +11,10 @@ namespace hf_fastpath {
 // bytes a row. Gated: the rows of gate, then those of up.
 struct PackedMatrix {
   PackedFormat format;
-  const uint16_t* scales;  // float16 [rows, groups]
+  const uint16_t* scales;  // float16 [rows, groups], or float32 [rows, groups / 2]
   const uint8_t* zeros;    // [rows, groups], if groups have zeros
   int64_t rows;
-  int groups;        // of a row
+  int groups;        // of a row; those with scales in float32 count twice
   int blocks;        // of a row, of kPackedBlock weights
   float multiplier;  // of all scales
 };

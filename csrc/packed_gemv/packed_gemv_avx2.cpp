@@ -2,10 +2,11 @@
 // bits,
 //   by integers: x is 16-bit steps of a size that each 32 inputs have for themselves, a power of two, so that
 //   all but inputs far smaller than the largest are exact, as are products and their sums over a block of 128
-//   inputs; blocks are then weighted and summed in float32. Weights in fp8 are dequantized to float32. Quants
-//   of four bits meet these steps as two bytes each, 256 * high + low: unpacking 32 of them takes one or two
-//   instructions then, and sums of four products fit 16 bits. packed_gemv_block.h has the products, for 16
-//   values as two vectors of eight here.
+//   inputs; blocks are then weighted and summed in float32. Weights in fp8 are dequantized to float32. Values
+//   of a table are 16-bit steps as well: a table of 16 bytes is one register, and its lookup an instruction.
+//   Other quants of four bits meet these steps as two bytes each, 256 * high + low: unpacking 32 of them
+//   takes one or two instructions then, and sums of four products fit 16 bits. packed_gemv_block.h has the
+//   products, for 16 values as two vectors of eight here.
 // Work split: a thread takes a range of outputs and walks it as four streams, or two of one row where
 //   the CPU follows them, see gemv_avx2.cpp; up to four rows of x share a block's quants.
 // Traffic: quants, scales and zeros once; x, bias and outputs are small.
@@ -53,6 +54,12 @@ struct Avx2 {
   }
   HF_INLINE Floats pair(const float* from) { return {_mm256_set1_ps(from[0]), _mm256_set1_ps(from[1])}; }
 
+  HF_INLINE Floats twice(const float* from) {
+    const __m256 all = _mm256_loadu_ps(from);
+    return {_mm256_permutevar8x32_ps(all, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
+            _mm256_permutevar8x32_ps(all, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
+  }
+
   template <int kBits>
   struct Pieces {
     __m256i piece[kBits];  // 16 bytes as 16-bit values each; in four bits 32 low or high halves of bytes
@@ -73,6 +80,31 @@ struct Avx2 {
         const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(quants + 32 * half));
         made.piece[half] = _mm256_and_si256(q, low);
         made.piece[half + 2] = _mm256_and_si256(_mm256_srli_epi16(q, 4), low);
+      }
+    }
+    return made;
+  }
+
+  // Quants are looked up as bytes, low and high ones of 16-bit values, and brought together by their place in
+  // 16 bits: what is second and fourth lies in the upper halves of bytes.
+  template <PackedFormat kFormat>
+  HF_INLINE Pieces<8> looked_up(const uint8_t* quants) {
+    const __m256i low_bytes = _mm256_broadcastsi128_si256(
+        _mm_load_si128(reinterpret_cast<const __m128i*>(kTableSteps<kFormat>.low)));
+    const __m256i high_bytes = _mm256_broadcastsi128_si256(
+        _mm_load_si128(reinterpret_cast<const __m128i*>(kTableSteps<kFormat>.high)));
+    const __m256i nibble = _mm256_set1_epi8(15), upper = _mm256_set1_epi16(short(0xff00));
+    Pieces<8> made;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(quants + 32 * half));
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; ++odd) {
+        const __m256i places = _mm256_and_si256(odd ? _mm256_srli_epi16(q, 4) : q, nibble);
+        const __m256i low = _mm256_shuffle_epi8(low_bytes, places);
+        const __m256i high = _mm256_shuffle_epi8(high_bytes, places);
+        made.piece[2 * odd + half] = _mm256_blendv_epi8(low, _mm256_slli_epi16(high, 8), upper);
+        made.piece[2 * odd + 4 + half] = _mm256_blendv_epi8(_mm256_srli_epi16(low, 8), high, upper);
       }
     }
     return made;
@@ -111,6 +143,14 @@ struct Avx2 {
         _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31)));
   }
   HF_INLINE Floats floats(Total a, Total b, Total c, Total d) { return {folded(a, b), folded(c, d)}; }
+  HF_INLINE __m256 wide_folded(Total a, Total b) {
+    const __m256 first = _mm256_cvtepi32_ps(a), second = _mm256_cvtepi32_ps(b);
+    return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20),
+                         _mm256_permute2f128_ps(first, second, 0x31));
+  }
+  HF_INLINE Floats wide_floats(Total a, Total b, Total c, Total d) {
+    return {wide_folded(a, b), wide_folded(c, d)};
+  }
 };
 
 // ---- x as integers ------------------------------------------------------------------------------------

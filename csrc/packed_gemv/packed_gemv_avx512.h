@@ -24,9 +24,22 @@ struct Avx512 : Floats16 {
     to[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
   }
 
+  HF_INLINE Floats twice(const float* from) {
+    const __m512i places = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return _mm512_permutexvar_ps(places, _mm512_castps256_ps512(_mm256_loadu_ps(from)));
+  }
+
   struct Pieces {
     __m512i piece[4];
   };
+  // A permutation of 16-bit words takes the lowest five bits of a place: no quant is cut out.
+  template <PackedFormat kFormat>
+  HF_INLINE Pieces looked_up(const uint8_t* quants) {
+    const __m512i q = _mm512_loadu_si512(quants), words = _mm512_load_si512(kTableSteps<kFormat>.words);
+    return {{_mm512_permutexvar_epi16(q, words), _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 4), words),
+             _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 8), words),
+             _mm512_permutexvar_epi16(_mm512_srli_epi16(q, 12), words)}};
+  }
   template <int kBits>
   HF_INLINE Pieces pieces_of(const uint8_t* quants) {
     if constexpr (kBits == 8) {
@@ -63,6 +76,10 @@ struct Avx512 : Floats16 {
     const Total front = folded(a, b), back = folded(c, d);  // two quarters each
     return _mm512_cvtepi32_ps(
         _mm512_add_epi32(_mm512_shuffle_i64x2(front, back, 0x88), _mm512_shuffle_i64x2(front, back, 0xdd)));
+  }
+  HF_INLINE Floats wide_floats(Total a, Total b, Total c, Total d) {
+    const __m512 front = _mm512_cvtepi32_ps(folded(a, b)), back = _mm512_cvtepi32_ps(folded(c, d));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(front, back, 0x88), _mm512_shuffle_f32x4(front, back, 0xdd));
   }
 };
 

@@ -7,10 +7,13 @@
 //   dequantize_fp8(32 bytes, to)                as two Floats
 //   pair(from)                                  from[0] eight times, then from[1]
 //   halves(from)                                16 float16
+//   twice(from)                                 eight float32, each twice
 //   Pieces<bits>, pieces_of<bits>(block)        a block's quants, spread
+//   looked_up<format>(block)                    or their values in whole steps of a table
 //   Total, none, dot(pieces, steps)             32-bit sums of a block
 //   floats(two totals)                          the sums of two blocks, eight lanes each
 //   floats(four totals)                         of four blocks of four bits, a lane a stretch
+//   wide_floats(four totals)                    the same of a table, whose sums over a stretch may pass 2^31
 // Whatever the Isa, integers go through the same operations in the same order: all give the same bits.
 #pragma once
 
@@ -19,6 +22,7 @@
 #include "common/avx2_math.h"
 #include "common/epilogue_avx2.h"
 #include "packed_gemv/packed_gemv_cpu.h"
+#include "weights/packed_values_avx2.h"
 
 namespace hf_fastpath {
 namespace {
@@ -32,11 +36,16 @@ constexpr int64_t kRun = 16;  // outputs of a stream before bias and activation 
 // Where a stream's weight row is.
 struct Row {
   const uint8_t* quants;
-  const uint16_t* scales;
+  const char* scales;
   const uint8_t* zeros;
 
+  template <PackedFormat kFormat>
+  HF_INLINE const typename Traits<kFormat>::Scale* scales_of(const Row& row) {
+    return reinterpret_cast<const typename Traits<kFormat>::Scale*>(row.scales);
+  }
   HF_INLINE Row of(const PackedArgs& args, int64_t n) {
-    return {args.weight.quants + n * args.weight.row_bytes(), args.weight.scales + n * args.weight.groups,
+    return {args.weight.quants + n * args.weight.row_bytes(),
+            static_cast<const char*>(args.weight.scales) + n * args.weight.scale_row_bytes(),
             args.weight.zeros != nullptr ? args.weight.zeros + n * args.weight.groups : nullptr};
   }
 };
@@ -66,7 +75,7 @@ HF_INLINE void fill(const Row& row, int64_t b, int64_t count, Factors& to) {
   alignas(16) uint16_t some_scales[kFactors] = {};
   alignas(16) uint8_t some_zeros[kFactors] = {};
   to.scale[kFactors] = to.zero[kFactors] = 0.0f;
-  const uint16_t* scales = row.scales + b;
+  const uint16_t* scales = Row::scales_of<kFormat>(row) + b;
   const uint8_t* zeros = Traits<kFormat>::kHasZeros ? row.zeros + b : nullptr;
   if (count < kFactors) {  // memory may end behind them
     for (int64_t i = 0; i < count; ++i) {
@@ -86,13 +95,32 @@ HF_INLINE void fill(const Row& row, int64_t b, int64_t count, Factors& to) {
 }
 
 // Scales of `blocks` blocks from b on, a lane a stretch.
-template <class Isa>
-HF_INLINE typename Isa::Floats scales_of(const Row& row, int64_t b, int blocks) {
-  const uint16_t* from = row.scales + b * kStretches;
-  if (blocks == 4) return Isa::halves(from);
-  alignas(32) uint16_t some[4 * kStretches] = {};  // memory may end behind them
-  for (int i = 0; i < blocks * kStretches; ++i) some[i] = from[i];
-  return Isa::halves(some);
+template <class Isa, PackedFormat kFormat>
+HF_INLINE typename Isa::Floats stretch_scales(const Row& row, int64_t b, int blocks) {
+  using Scale = typename Traits<kFormat>::Scale;
+  constexpr int kOfBlock = Traits<kFormat>::kScalesPerBlock;
+  const auto by_lane = [](const Scale* scales) {
+    if constexpr (Traits<kFormat>::kEachStretch) {
+      return Isa::halves(scales);
+    } else {
+      return Isa::twice(scales);
+    }
+  };
+  const Scale* from = Row::scales_of<kFormat>(row) + b * kOfBlock;
+  if (blocks == 4) return by_lane(from);
+  alignas(32) Scale some[4 * kOfBlock] = {};  // memory may end behind them
+  for (int i = 0; i < blocks * kOfBlock; ++i) some[i] = from[i];
+  return by_lane(some);
+}
+
+// A block's quants as integers that meet steps of x.
+template <class Isa, PackedFormat kFormat>
+HF_INLINE auto pieces_of(const uint8_t* quants) {
+  if constexpr (Traits<kFormat>::kHasTable) {
+    return Isa::template looked_up<kFormat>(quants);
+  } else {
+    return Isa::template pieces_of<bits_of(kFormat)>(quants);
+  }
 }
 
 // y[r][m * kRun] = the product of weight row r and rows first_row + m of x, but for the multiplier.
@@ -101,7 +129,8 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
   using Floats = typename Isa::Floats;
   using Total = typename Isa::Total;
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8, kLanes = lanes_of(kFormat);
-  constexpr bool kHasFactors = !Traits<kFormat>::kEachStretch;
+  constexpr bool kHasFactors = kLanes == 8, kHasTable = Traits<kFormat>::kHasTable;
+  constexpr int kOfBlock = Traits<kFormat>::kScalesPerBlock;
   constexpr int kUnit = 16 / kLanes;  // blocks whose sums are one Floats
   Floats sum[kS][kM];
 #pragma GCC unroll 4
@@ -125,7 +154,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
 #pragma GCC unroll 4
       for (int i = 0; i < kUnit; ++i) {
         if (i < kBlocks) {
-          const auto pieces = Isa::template pieces_of<bits_of(kFormat)>(quants + i * kBytes);
+          const auto pieces = pieces_of<Isa, kFormat>(quants + i * kBytes);
 #pragma GCC unroll 4
           for (int m = 0; m < kM; ++m) {
             total[i][m] = Isa::dot(pieces, all_steps + (m * stride + b + i) * kStepBytes);
@@ -137,13 +166,15 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       }
       Floats scales;
       if constexpr (kHasFactors) scales = Isa::pair(factors[r].scale + factor);
-      if constexpr (!kHasFactors) scales = scales_of<Isa>(row[r], b, kBlocks);
+      if constexpr (!kHasFactors) scales = stretch_scales<Isa, kFormat>(row[r], b, kBlocks);
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) {
         const int64_t at = (m * stride + b) * kLanes;
-        // Exact in four bits: sums and offsets are integers below 2^24.
+        // Exact in four bits but of tables: sums and offsets are integers below 2^24.
         Floats value;
-        if constexpr (kUnit == 4) {
+        if constexpr (kHasTable) {
+          value = Isa::wide_floats(total[0][m], total[1][m], total[2][m], total[3][m]);
+        } else if constexpr (kUnit == 4) {
           value = Isa::add(Isa::floats(total[0][m], total[1][m], total[2][m], total[3][m]),
                            Isa::load(all_offsets + at));
         } else {
@@ -160,9 +191,9 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
     const int64_t end = min_of(args.weight.blocks, begin + kFactors);
     const int64_t base = args.weight.blocks < kFactors ? 0 : min_of(begin, args.weight.blocks - kFactors);
     for (int r = 0; r < kS; ++r) {
-      const auto* scales =
-          reinterpret_cast<const char*>(row[r].scales + begin * (kHasFactors ? 1 : kStretches));
-      constexpr int64_t kLength = kFactors * sizeof(uint16_t) * (kHasFactors ? 1 : kStretches);
+      constexpr int64_t kScaleBytes = kOfBlock * Traits<kFormat>::kScaleBytes,
+                        kLength = kFactors * kScaleBytes;
+      const char* scales = row[r].scales + begin * kScaleBytes;
       for (int64_t line = 0; line < kLength; line += kCacheLineBytes) {
         _mm_prefetch(scales + line + kScalesAheadBytes, _MM_HINT_T0);
       }
@@ -184,7 +215,10 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
 #pragma GCC unroll 4
   for (int r = 0; r < kS; ++r) {
 #pragma GCC unroll 4
-    for (int m = 0; m < kM; ++m) y[r][m * kRun] = horizontal_sum(Isa::half(sum[r][m]));
+    for (int m = 0; m < kM; ++m) {
+      y[r][m * kRun] = horizontal_sum(Isa::half(sum[r][m]));
+      if constexpr (kHasTable) y[r][m * kRun] *= 1.0f / static_cast<float>(traits_of(kFormat).steps);
+    }
   }
 }
 
@@ -193,7 +227,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
 // Inputs whose products are one chain of float32 before they are added to the total: short chains round less.
 constexpr int64_t kChain = 4 * kPackedBlock;
 
-template <class Isa, PackedFormat, int kS, int kM>
+template <class Isa, PackedFormat kFormat, int kS, int kM>
 void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* const* y) {
   const int64_t width = args.weight.blocks * kPackedBlock, ahead = read_ahead_bytes();
   const float* x = args.x + first_row * width;
@@ -232,7 +266,7 @@ void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* 
     }
   }
   for (int r = 0; r < kS; ++r) {
-    const float scale = half_to_float(row[r].scales[0]) * 256.0f;  // see dequantize_fp8
+    const float scale = half_to_float(*Row::scales_of<kFormat>(row[r])) * 256.0f;  // see dequantize_fp8
     for (int m = 0; m < kM; ++m) y[r][m * kRun] = horizontal_sum(Isa::half(total[r][m])) * scale;
   }
 }

@@ -97,10 +97,10 @@ bool run_in_floats(const GemmArgs& gemm, const RowView& x, PackedGemv* kernel) {
 
 #if defined(__x86_64__)
 
-// By a kernel that takes x in steps; `split`: in bytes.
+// By a kernel that takes x in steps; `split`: in bytes, unless quants have 16 bits in a table.
 bool run_in_steps(const GemmArgs& gemm, const RowView& x, PackedGemv* kernel, bool split) {
   PackedArgs args = call_of(gemm, x);
-  args.split = split;
+  args.split = split && !has_table(args.weight.format);
   const int64_t width = args.weight.blocks * kPackedBlock;
   const int64_t step_bytes = args.step_blocks * kStepBytes,
                 lanes = args.step_blocks * lanes_of(args.weight.format);

@@ -12,8 +12,8 @@ namespace hf_fastpath {
 constexpr int64_t kPackedRows = 16;       // activation rows a call may have
 constexpr int64_t kDequantizedRows = 32;  // the same of packed_floats_avx2
 
-// Sums of a block that the integer kernels weight: one a stretch where it has its own scale, else two.
-constexpr int64_t lanes_of(PackedFormat format) { return has_stretch_scales(format) ? 4 : 8; }
+// Sums of a block that the integer kernels weight: one a stretch where a block has several scales, else two.
+constexpr int64_t lanes_of(PackedFormat format) { return stretches_of_scale(format) < kStretches ? 4 : 8; }
 
 constexpr int64_t kStepBytes = 2 * kPackedBlock;  // x as integers, a block
 
@@ -27,8 +27,8 @@ struct PackedArgs {
   const uint16_t* tiles;  // or, for packed_gemm_amx, in order, as packed_tiles_amx lays it out
   // x as integers, or null: [rows, step_blocks, kStepBytes]. For quants in bytes int16, the i-th meets the
   // quant at place i. For four bits, int16 whose i-th meets the i / 32-th lowest of the block's 16-bit piece
-  // i % 32; or with `split`, steps as 256 * high + low in bytes: high of those that meet the lower halves of
-  // the block's 64 bytes, of those that meet the upper, then low of both.
+  // i % 32; or with `split`, which tables do not have, steps as 256 * high + low in bytes: high of those that
+  // meet the lower halves of the block's 64 bytes, of those that meet the upper, then low of both.
   const void* steps;
   bool split;
   const float* step_sizes;    // [rows, step_blocks, lanes]: what a step is worth, by its product's lane

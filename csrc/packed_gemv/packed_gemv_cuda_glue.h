@@ -19,7 +19,7 @@ class PackedTensors {
     STD_TORCH_CHECK(shape.rows < kMaxFeatures, "hf_fastpath::", op, ": more than 2^31 features");
     matrix_.format = shape.format;
     matrix_.rows = shape.rows;
-    matrix_.groups = static_cast<int>(shape.groups);
+    matrix_.groups = static_cast<int>(shape.groups * scale_bytes(shape.format) / 2);
     matrix_.blocks = static_cast<int>(shape.blocks);
     matrix_.scales = static_cast<const uint16_t*>(scales_.data_ptr());
     matrix_.zeros = static_cast<const uint8_t*>(data_or_null(zeros_));

@@ -1,5 +1,5 @@
-// One row of x beside quants that are floats, as operands of tensor cores: float16, times a power of two for
-// every block.
+// One row of x beside quants that are floats or places in a table, as operands of tensor cores: float16,
+// times a power of two for every block.
 #pragma once
 
 #include "packed_gemv/packed_gemv_row.cuh"
@@ -61,7 +61,52 @@ struct HalfX : RowX<T, kFormat, HalfX<T, kFormat>> {
       *reinterpret_cast<uint4*>(operands + span * kSpanBytes + lane * 16) =
           make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       if (lane % 4 == 0)
-        steps[span * 8 + lane / 4].x = __float_as_int(Base::step_of(bits[i]) * (0.25f / kFloat8Unit));
+        steps[span * 8 + lane / 4].x =
+            __float_as_int(Base::step_of(bits[i]) * (0.25f * kUndoQuants<kFormat, true>));
+    }
+  }
+};
+
+// The same beside a table, whose places take four bits: two blocks at a time, and halves of a block have
+// scales.
+template <class T, PackedFormat kFormat>
+struct TableX : HalfX<T, kFormat> {
+  using Base = HalfX<T, kFormat>;
+  using Base::Base, Base::kBlockBytes;
+
+  struct Operand {  // in shared memory: registers are for the table
+    uint32_t of_lane;
+    const int2* steps;
+
+    __device__ __forceinline__ Operand(const TableX& x, int at)
+        : of_lane(shared_address(x.operands) + at * x.kSpanBytes + threadIdx.x % 4 * 16),
+          steps(x.steps + at * 8) {}
+  };
+
+  template <class Reader>
+  static __device__ __forceinline__ void add(const Operand& x, const Reader& reader, const TileRows& rows,
+                                             PackedAccumulators<1>& accumulators) {
+#pragma unroll 1
+    for (int block = 0; block < 2; ++block) {
+      BlockWords<kFormat> words;
+      words.load(reader, rows, block);
+      const float step = __int_as_float(x.steps[block * 4].x);
+      const LineScales<kFormat> scales(reader, rows, block, 1);
+      float c[4] = {};
+#pragma unroll
+      for (int s = 0; s < int(kStretches); ++s) {
+        uint32_t a[2][4];
+        words.template operands<true>(a, s, {0, 0});
+        const uint4 b = load_shared(x.of_lane + block * kBlockBytes + s * 64);
+        mma<__half>(c, a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
+        mma<__half>(c, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+        if (s % 2 == 0) continue;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          accumulators[0][2 * h] = fmaf(scales.of(h, s) * step, c[2 * h], accumulators[0][2 * h]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[i] = 0.f;
+      }
     }
   }
 };

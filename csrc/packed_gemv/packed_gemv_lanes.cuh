@@ -45,8 +45,8 @@ struct LaneX {
   static constexpr int kSpanPieces = 1;
   static constexpr int kBlockUnits = kColumns / 2, kOfBlock = kBlockUnits / kTiles;
   static constexpr int kSpanBytes = Slot::kWarpBlocks * kBlockUnits * kWarpSize * 16;  // of a line in a piece
-  static constexpr bool kEachStretch = Traits<kFormat>::kEachStretch, kFloats = Traits<kFormat>::kIsFloat;
-  static constexpr int kSpanSteps = kFloats        ? 0
+  static constexpr bool kEachStretch = Traits<kFormat>::kEachStretch, kWhole = Traits<kFormat>::kIsInteger;
+  static constexpr int kSpanSteps = !kWhole        ? 0
                                     : kEachStretch ? kColumns * 32
                                                    : Slot::kWarpBlocks * kColumns * 4;
   static constexpr int kPieceBlocks = Slot::kWarpBlocks, kPieceSteps = kSpanSteps;
@@ -181,7 +181,7 @@ struct LaneX {
         uint4* const at = place(stretch * kTiles + t);
         const uint4 made = operand_of(*at, rms, weight, p.norm, exponent[t]);
         *at = made;
-        if constexpr (!kFloats) {
+        if constexpr (kWhole) {
           // As many times x as quants have in excess, or each of the zero; see Quants.
           constexpr uint32_t kLow = kExcess<kFormat> * 0x00010001u;
           constexpr uint32_t kHigh = kBits<kFormat> == 4 ? kLow << 4 : kLow;

@@ -232,7 +232,7 @@ template <class T, PackedFormat kFormat, class Launch>
 void with_columns(int m, const PackedMatrix& matrix, Launch launch) {
   const int columns = m * kXColumns<T>;
   if constexpr (kXColumns<T> == 1) {
-    // Of 4 bits ByteX takes two blocks at a time.
+    // Of 4 bits ByteX and TableX take two blocks at a time.
     if (columns == 1 && (kBits<kFormat> == 8 || (matrix.blocks % 2 == 0 && is_aligned16(matrix.scales)))) {
       return launch(std::integral_constant<int, 1>{});
     }

@@ -28,9 +28,9 @@ struct PreparedLayout {
   __host__ __device__ constexpr int64_t bytes() const { return undo_at() + kColumns * 4; }
 };
 
-// Of x over all weights that have a scale together.
+// Of x over all weights that have a scale together, where quants have something in excess.
 template <PackedFormat kFormat>
-constexpr int kSumsOfBlock = Traits<kFormat>::kScalesPerBlock;
+constexpr int kSumsOfBlock = Traits<kFormat>::kIsInteger ? Traits<kFormat>::kScalesPerBlock : 0;
 
 template <PackedFormat kFormat, int kColumns>
 using PreparedOf = PreparedLayout<kColumns, kSumsOfBlock<kFormat>>;

@@ -30,13 +30,13 @@ struct BlockWords {
   }
 
   // A of a stretch's two products: pairs[product] are a0 to a3. `zero`: of both rows, for centered quants.
-  template <bool kCentered>
+  template <bool kCentered, int kTerm = 0>
   __device__ __forceinline__ void operands(uint32_t (&pairs)[2][4], int stretch, const int (&zero)[2]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const Quants<kFormat, kCentered> quants(word[h][i][stretch], zero[h]);
+        const Quants<kFormat, kCentered, kTerm> quants(word[h][i][stretch], zero[h]);
 #pragma unroll
         for (int product = 0; product < quants.kProducts; ++product) {
           pairs[i + product][h] = quants.pair[product][0],
@@ -68,6 +68,7 @@ struct LineScales {
 
   // Of a row of the lane's and a stretch.
   __device__ __forceinline__ float of(int h, int stretch) const {
+    if constexpr (Traits<kFormat>::kHasTable) return __uint_as_float(stretch < 2 ? words[h].x : words[h].y);
     if constexpr (!kEachStretch) return unpack2(words[h].x, __half()).x;
     const float2 two = unpack2(stretch < 2 ? words[h].x : words[h].y, __half());
     return stretch % 2 ? two.y : two.x;
@@ -92,6 +93,7 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
   constexpr int kTiles = kColumnTiles<kColumns>;
   constexpr bool kFloats = Traits<kFormat>::kIsFloat, kCentered = kCenters<T>;
   constexpr bool kEachStretch = Traits<kFormat>::kEachStretch;  // has scales of its own
+  constexpr bool kEachHalf = Traits<kFormat>::kTogether == 2;   // or two have
   BlockWords<kFormat> words;
   words.load(reader, rows, block);
   // Tensor cores cut sums off: those of a float32 x are halves.
@@ -107,6 +109,22 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
       auto& to = c[s % kChains][t];
       mma<__half>(to, a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
       mma<__half>(to, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+      if constexpr (kTermsOf<T, kFormat> == 2) {
+        uint32_t rest[2][4];
+        words.template operands<kCentered, 1>(rest, s, scales.zeros);
+        mma<__half>(to, rest[0][0], rest[0][1], rest[0][2], rest[0][3], b.x, b.y);
+        mma<__half>(to, rest[1][0], rest[1][1], rest[1][2], rest[1][3], b.z, b.w);
+      }
+      if constexpr (kEachHalf) {
+        if (s % 2 == 0) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float all = 0.f;
+#pragma unroll
+          for (int chain = 0; chain < kChains; ++chain) all += c[chain][t][i], c[chain][t][i] = 0.f;
+          accumulators[t][i] = fmaf(scales.of(i / 2, s), all, accumulators[t][i]);
+        }
+      }
       if constexpr (kEachStretch) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -116,7 +134,7 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
       }
     }
   }
-  if constexpr (!kEachStretch) {
+  if constexpr (!kEachStretch && !kEachHalf) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       float2 over = {};

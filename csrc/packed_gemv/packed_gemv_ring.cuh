@@ -5,8 +5,8 @@
 //   kPieceBytes a row with their scales and zeros, of which a warp fetches as many as fit before the kernel
 //   in front is complete. Eight warps compute, each its blocks of every piece: quants are A of a product on
 //   tensor cores, x is B. Sums over warps wait for one barrier a tile. What x and quants are:
-//   - one row of 16 bits beside whole quants: bytes, x two of them (packed_gemv_bytes.cuh); beside fp8 both
-//     float16 (packed_gemv_halves.cuh);
+//   - one row of 16 bits beside whole quants: bytes, x two of them (packed_gemv_bytes.cuh); beside fp8 and
+//     values of a table both float16 (packed_gemv_halves.cuh);
 //   - several rows of 16 bits: float16, made by a kernel in front (packed_gemv_prepared.cuh); or, up to eight
 //     rows and a matrix of up to 64 M weights, by clusters of two blocks, which take the same rows of weights
 //     and half of k each (packed_gemv_lanes.cuh): there four warps share 16 rows of a tile of 32, and the
@@ -30,7 +30,8 @@ namespace hf_fastpath {
 template <class T, PackedFormat kFormat, int kColumns, bool kPrepared>
 using PackedX = std::conditional_t<
     kTakesRow<T, kColumns>,
-    std::conditional_t<Traits<kFormat>::kIsFloat, HalfX<T, kFormat>, ByteX<T, kFormat>>,
+    std::conditional_t<Traits<kFormat>::kHasTable, TableX<T, kFormat>,
+                       std::conditional_t<Traits<kFormat>::kIsFloat, HalfX<T, kFormat>, ByteX<T, kFormat>>>,
     std::conditional_t<kPrepared, PreparedX<T, kFormat, kColumns>,
                        std::conditional_t<kTakesLanes<T, kColumns, kPrepared>, LaneX<T, kFormat, kColumns>,
                                           WarpX<kFormat, kColumns>>>>;

@@ -5,6 +5,7 @@
 #include "common/float8.cuh"
 #include "gemv/gemv_ring.cuh"
 #include "packed_gemv/packed_gemv.h"
+#include "weights/packed_table.cuh"
 
 namespace hf_fastpath {
 
@@ -24,9 +25,9 @@ struct PackedSlot {
   static constexpr int kWeightRows = kRowWarps * kMmaRows;
   static constexpr int kPieceBytes = kLines * kLineBytes;  // of a weight row
   static constexpr int kBlockBytes = int(kPackedBlock) * kBits<kFormat> / 8;
-  static constexpr int kBlocks = kPieceBytes / kBlockBytes;  // of a piece
-  static constexpr int kWarpBlocks = kBlocks / kLines;       // of those, a warp's: 128 bytes
-  static constexpr int kScalesPerBlock = Traits<kFormat>::kScalesPerBlock;
+  static constexpr int kBlocks = kPieceBytes / kBlockBytes;              // of a piece
+  static constexpr int kWarpBlocks = kBlocks / kLines;                   // of those, a warp's: 128 bytes
+  static constexpr int kScalesPerBlock = Traits<kFormat>::kScaleHalves;  // or halves of scales in float32
   // Of a row. No copy takes less than 16 bytes, or starts between them (that is an illegal instruction): of
   // shorter pieces every other one is in the second half.
   static constexpr int kScaleBytes = kScalesPerBlock ? std::max(16, kBlocks * kScalesPerBlock * 2) : 0;
@@ -122,17 +123,27 @@ __device__ __forceinline__ int packed_row(const GemvParams& p, const RopeAppendP
 // them.
 template <class T>
 constexpr bool kCenters = sizeof(T) == 4;
+// And beside values of a table that are two float16.
+template <class T, PackedFormat kFormat>
+constexpr int kTermsOf = sizeof(T) == 4 ? kTableTerms<kFormat> : 1;
 
 // Pairs of A out of 32 bits of a row: kProducts products' two, low and high k. Centered they are quants less
-// their zero, else in units of kQuantUnit and with what they have in excess; of fp8 in units of kFloat8Unit.
-template <PackedFormat kFormat, bool kCentered>
+// their zero, else in units of kQuantUnit and with what they have in excess; of fp8 in units of kFloat8Unit,
+// of a table of its steps: their term kTerm.
+template <PackedFormat kFormat, bool kCentered, int kTerm = 0>
 struct Quants {
   static constexpr int kProducts = kBits<kFormat> == 4 ? 2 : 1;
   uint32_t pair[kProducts][2];
 
   __device__ __forceinline__ Quants(uint32_t word, int zero) {
     constexpr uint32_t kMagic = 0x64006400u;  // two times 1024, whose last bits are units
-    if constexpr (kBits<kFormat> == 4) {
+    if constexpr (Traits<kFormat>::kHasTable) {
+      uint32_t pairs[4];
+      table_pairs<kFormat, kTerm>(word, pairs);
+#pragma unroll
+      for (int product = 0; product < 2; ++product)
+        pair[product][0] = pairs[2 * product], pair[product][1] = pairs[2 * product + 1];
+    } else if constexpr (kBits<kFormat> == 4) {
 #pragma unroll
       for (int product = 0; product < 2; ++product) {
         pair[product][0] = word & 0x000f000fu;
@@ -177,8 +188,9 @@ constexpr int kExcess = kBits<kFormat> == 8          ? 128
 
 // What a product is in units of.
 template <PackedFormat kFormat, bool kCentered>
-constexpr float kUndoQuants = Traits<kFormat>::kIsFloat ? 1.f / kFloat8Unit
-                              : kCentered               ? 1.f
-                                                        : 1.f / kQuantUnit;
+constexpr float kUndoQuants = Traits<kFormat>::kIsFloat    ? 1.f / kFloat8Unit
+                              : Traits<kFormat>::kHasTable ? 1.f / Traits<kFormat>::kSteps
+                              : kCentered                  ? 1.f
+                                                           : 1.f / kQuantUnit;
 
 }  // namespace hf_fastpath

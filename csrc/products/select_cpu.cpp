@@ -42,6 +42,7 @@ constexpr WeightSet kFloats = packed_that([](PackedFormat format) { return is_fl
 constexpr WeightSet kIntegers = kPacked & ~kFloats;
 constexpr WeightSet kBytes = packed_that([](PackedFormat format) { return bits_of(format) == 8; });
 constexpr WeightSet kNibbles = kPacked & ~kBytes;
+constexpr WeightSet kTables = packed_that(has_table);
 constexpr WeightSet kPlain = kPlainWeight, kInRows = kPlain | kPacked,
                     kAnyWeight = kInRows | kTransposedWeight;
 
@@ -77,14 +78,15 @@ constexpr Route kRoutes[] = {
     // These take few rows with a quantized weight. Pairs of bfloat16 pay off from as many rows on as make
     // up for dequantizing the weight.
     product("pairs", kFewPacked, kFp8 | kInt4, kBf16, 4, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
-    product("pairs", kFewPacked, kInt8 | kInt4G32, kBf16, 6, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
+    product("pairs", kFewPacked, kInt8 | kInt4G32 | kTables, kBf16, 6, 512, kBf16Dot, kNone, kDot,
+            gemm_in_pairs),
     // Tiles are the faster the more rows share a weight that is dequantized.
     product("packed_tiles", kFewPacked, kFp8, k16, 4, kMany, kTiles, kNone, kAny, packed_in_tiles),
     product("packed_tiles", kFewPacked, kInt4, kBf16, 5, kMany, kTiles, kNone, kAny, packed_in_tiles),
     product("packed_tiles", kFewPacked, kInt4, kF16, 8, kMany, kTiles, kNone, kAny, packed_in_tiles),
-    product("packed_tiles", kFewPacked, kInt8 | kInt4G32, kBf16, 6, kMany, kTiles, kNone, kAny,
+    product("packed_tiles", kFewPacked, kInt8 | kInt4G32 | kTables, kBf16, 6, kMany, kTiles, kNone, kAny,
             packed_in_tiles),
-    product("packed_tiles", kFewPacked, kInt8 | kInt4G32, kF16, 12, kMany, kTiles, kNone, kAny,
+    product("packed_tiles", kFewPacked, kInt8 | kInt4G32 | kTables, kF16, 12, kMany, kTiles, kNone, kAny,
             packed_in_tiles),
     // Integers meet 16-bit steps; in float32 weights are dequantized once for all rows.
     product("packed_floats_avx2", kFewPacked, kIntegers, kF32, 1, kMany, kAvx2, kNone, kAny,
@@ -118,7 +120,8 @@ constexpr Route kRoutes[] = {
     // Pairs of bfloat16 are used of quantized weights up to where oneDNN is as fast, and of others where the
     // kernels of gemv pass over a weight more than once.
     product("pairs", kManyPacked, kFp8 | kInt4, kBf16, 4, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
-    product("pairs", kManyPacked, kInt8 | kInt4G32, kBf16, 6, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
+    product("pairs", kManyPacked, kInt8 | kInt4G32 | kTables, kBf16, 6, 512, kBf16Dot, kNone, kDot,
+            gemm_in_pairs),
     product("pairs", kGemm, kPlain, kBf16, 17, 32, kBf16Dot, kNone, kDot, gemm_in_pairs),
     // Some rows at a time go through the kernels of packed_gemv, where this takes less time than dequantizing
     // the weight: up to more rows the fewer bytes there are, and the faster products are beside x's type's.
@@ -129,7 +132,7 @@ constexpr Route kRoutes[] = {
             packed_in_pieces_16),
     product("packed_pieces_16", kManyPacked, kInt8, k16, 1, 256, kAvx512, kAmxBf16, kAny,
             packed_in_pieces_16),
-    product("packed_pieces_16", kManyPacked, kInt4 | kInt4G32, k16, 1, 96, kAvx512, kAmxBf16, kAny,
+    product("packed_pieces_16", kManyPacked, kNibbles, k16, 1, 96, kAvx512, kAmxBf16, kAny,
             packed_in_pieces_16),
     product("packed_pieces_32", kManyPacked, kBytes, k16, 1, 96, kAvx2, kAvx512, kAny, packed_in_pieces_32),
     product("packed_pieces_16", kManyPacked, kNibbles, k16, 1, 96, kAvx2, kAvx512, kAny, packed_in_pieces_16),

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "common/avx2_math.h"
+#include "weights/packed_values_avx2.h"
 #include "weights/packed_weight_cpu.h"
 
 namespace hf_fastpath {
@@ -28,7 +29,7 @@ HF_INLINE __m256i rounded_top(__m256 value) {
   return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
 }
 
-// Sixteen quants in bytes, less their zero or as they are in fp8, times `scale`.
+// Sixteen quants in bytes, less their zero or as they are in fp8 and in tables, times `scale`.
 template <PackedFormat kFormat, class Element>
 HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, typename Element::Storage* to) {
   __m256 low, high;
@@ -36,6 +37,9 @@ HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, typename Element:
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
     const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff)));
     low = F16::widen(_mm256_castsi256_si128(halves)), high = F16::widen(_mm256_extracti128_si256(halves, 1));
+  } else if constexpr (Traits<kFormat>::kHasTable) {
+    low = looked_up<kFormat>(_mm256_cvtepu8_epi32(bytes));
+    high = looked_up<kFormat>(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
   } else {
     low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
     high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
@@ -83,18 +87,19 @@ void dequantize_rows(const PackedWeight& weight, int64_t in_features, int64_t be
                      typename Element::Storage* to) {
   using Storage = typename Element::Storage;
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
-  constexpr int64_t kScales = Traits<kFormat>::kEachStretch ? kStretches : 1;
+  using Scale = typename Traits<kFormat>::Scale;
+  constexpr int kTogether = Traits<kFormat>::kTogether;
   const float unit = weight.multiplier * (Traits<kFormat>::kIsFloat ? 256.0f : 1.0f);
   alignas(32) Storage last[kPackedBlock];
   for (int64_t n = begin; n < end; ++n) {
     const uint8_t* quants = weight.quants + n * weight.row_bytes();
-    const uint16_t* scales = weight.scales + n * weight.groups;
+    const Scale* scales = static_cast<const Scale*>(weight.scales) + n * weight.groups;
     for (int64_t b = 0; b < weight.blocks; ++b, quants += kBytes) {
       __m256 scale[kStretches];
 #pragma GCC unroll 4
       for (int s = 0; s < int(kStretches); ++s) {
-        const int64_t group = Traits<kFormat>::kScalesSums ? 0 : b * kScales + s % kScales;
-        scale[s] = s < kScales ? _mm256_set1_ps(_cvtsh_ss(scales[group]) * unit) : scale[0];
+        const float of_group = scale_to_float(scales[group_of(kFormat, b, s)]);
+        scale[s] = s % kTogether == 0 ? _mm256_set1_ps(of_group * unit) : scale[s - 1];
       }
       const int zero =
           Traits<kFormat>::kHasZeros ? weight.zeros[n * weight.groups + b] : Traits<kFormat>::kZero;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/avx512_math.h"
+#include "weights/packed_values_avx2.h"
 #include "weights/packed_weight_cpu.h"
 
 namespace hf_fastpath {
@@ -119,20 +120,21 @@ HF_INLINE void fp8_words(__m512i first, __m512i second, int pair, const Fp8Value
 template <PackedFormat kFormat>
 struct PackedRows {
   static constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;  // of a block
+  using Scale = typename Traits<kFormat>::Scale;
   const uint8_t* quants;
-  const uint16_t* scales;
+  const Scale* scales;
   const uint8_t* zeros;
   int64_t blocks, groups;
 
   HF_INLINE PackedRows of(const PackedWeight& args) {
-    return {args.quants, args.scales, args.zeros, args.blocks, args.groups};
+    return {args.quants, static_cast<const Scale*>(args.scales), args.zeros, args.blocks, args.groups};
   }
   // The quants of a row's block.
   HF_INLINE const uint8_t* block(const PackedRows& weight, int64_t row, int64_t b) {
     return weight.quants + (row * weight.blocks + b) * kBytes;
   }
   HF_INLINE float scale(const PackedRows& weight, int64_t row, int64_t b, int s) {
-    return half_to_float(weight.scales[row * weight.groups + group_of(kFormat, b, s)]);
+    return scale_to_float(weight.scales[row * weight.groups + group_of(kFormat, b, s)]);
   }
 };
 
@@ -153,7 +155,8 @@ struct SumScaledRows {
 HF_INLINE void sum_factors(const PackedWeight& args, int64_t n, int64_t end, int64_t count, float* to) {
   const bool by_row = has_scale_of_row(args.format);
   for (int64_t i = 0; i < count; ++i) {
-    to[i] = args.multiplier * (by_row ? half_to_float(args.scales[min_of(n + i, end - 1)]) : 1.0f);
+    const auto* scales = static_cast<const uint16_t*>(args.scales);
+    to[i] = args.multiplier * (by_row ? half_to_float(scales[min_of(n + i, end - 1)]) : 1.0f);
   }
 }
 
@@ -169,13 +172,18 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
   const __m512i first = _mm512_loadu_si512(quants);
   const auto scale = [&](int s) { return Weight::scale(weight, row, b, s) * multiplier; };
   if constexpr (bits_of(kFormat) == 4) {
-    const int zero =
-        Traits<kFormat>::kHasZeros ? weight.zeros[row * weight.groups + b] : Traits<kFormat>::kZero;
-    const __m512 steps = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                       _mm512_set1_ps(static_cast<float>(zero)));
+    __m512 steps;
+    if constexpr (Traits<kFormat>::kHasTable) {
+      steps = _mm512_loadu_ps(traits_of(kFormat).table);
+    } else {
+      const int zero =
+          Traits<kFormat>::kHasZeros ? weight.zeros[row * weight.groups + b] : Traits<kFormat>::kZero;
+      steps = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                            _mm512_set1_ps(static_cast<float>(zero)));
+    }
 #pragma GCC unroll 4
     for (int s = 0; s < kCount; ++s) {
-      if (s == 0 || Traits<kFormat>::kEachStretch) {
+      if (s % Traits<kFormat>::kTogether == 0) {
         const __m512 table = _mm512_mul_ps(steps, _mm512_set1_ps(scale(s)));
         round_in_terms<Element>(table, table, words);
       }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace hf_fastpath {
 
@@ -10,19 +11,25 @@ constexpr int64_t kPackedBlock = 128;  // weights that are ordered together
 constexpr int64_t kStretches = 4;      // of a block, whose 32-bit words take turns
 constexpr int64_t kStretch = kPackedBlock / kStretches;
 
-// What quants are: integers, of 8 bits signed and of 4 bits from 0 to 15; floats in e4m3; places in a table.
+// What quants are: integers, of 8 bits signed and of 4 bits from 0 to 15; floats in e4m3; places in a table
+// of 16 values.
 enum class PackedValues : int { kIntegers, kFloats, kTable };
 
 // Which quant is the weight 0: the quant 0; one for all groups; one that each group has.
 enum class PackedZeros : int { kNone, kFixed, kOfGroup };
 
+enum class PackedScales : int { kFloat16, kFloat32 };
+
 struct PackedTraits {
   const char* name;
   int bits;  // of a quant
   PackedValues values;
-  int64_t group;  // weights of a row that share a scale in float16; 0: the whole row
+  int64_t group;  // weights of a row that share a scale; 0: the whole row
   PackedZeros zeros;
   int zero;  // the quant of kFixed
+  PackedScales scales;
+  int steps;        // of kTable: 1 is so many steps
+  float table[16];  // of kTable: the values, from -1 to 1
 };
 
 }  // namespace hf_fastpath
@@ -37,9 +44,17 @@ constexpr const PackedTraits& traits_of(PackedFormat format) {
 
 constexpr int bits_of(PackedFormat format) { return traits_of(format).bits; }
 constexpr bool is_float(PackedFormat format) { return traits_of(format).values == PackedValues::kFloats; }
+constexpr bool has_table(PackedFormat format) { return traits_of(format).values == PackedValues::kTable; }
 constexpr bool has_zeros(PackedFormat format) { return traits_of(format).zeros == PackedZeros::kOfGroup; }
 constexpr bool has_scale_of_row(PackedFormat format) { return traits_of(format).group == 0; }
-constexpr bool has_stretch_scales(PackedFormat format) { return traits_of(format).group == kStretch; }
+constexpr int scale_bytes(PackedFormat format) {
+  return traits_of(format).scales == PackedScales::kFloat32 ? 4 : 2;
+}
+
+// Stretches of a block that share a scale.
+constexpr int64_t stretches_of_scale(PackedFormat format) {
+  return has_scale_of_row(format) ? kStretches : traits_of(format).group / kStretch;
+}
 
 // Scales of a row.
 constexpr int64_t groups_of(PackedFormat format, int64_t blocks) {
@@ -48,7 +63,8 @@ constexpr int64_t groups_of(PackedFormat format, int64_t blocks) {
 
 // Which of a row's scales is that of a block's stretch.
 constexpr int64_t group_of(PackedFormat format, int64_t block, int64_t stretch) {
-  return has_scale_of_row(format) ? 0 : has_stretch_scales(format) ? block * kStretches + stretch : block;
+  const int64_t together = stretches_of_scale(format);
+  return has_scale_of_row(format) ? 0 : block * (kStretches / together) + stretch / together;
 }
 
 // What kernels ask of a format, as constants.
@@ -56,22 +72,33 @@ template <PackedFormat kFormat>
 struct Traits {
   static constexpr int kBits = bits_of(kFormat);
   static constexpr bool kIsFloat = is_float(kFormat);
-  static constexpr bool kHasZeros = has_zeros(kFormat);  // of groups
-  static constexpr int kZero = traits_of(kFormat).zero;  // else this quant is the weight 0
+  static constexpr bool kHasTable = has_table(kFormat);
+  static constexpr bool kIsInteger = !kIsFloat && !kHasTable;
+  static constexpr int kSteps = kHasTable ? traits_of(kFormat).steps : 1;  // that 1 is in a table
+  static constexpr bool kHasZeros = has_zeros(kFormat);                    // of groups
+  static constexpr int kZero = traits_of(kFormat).zero;                    // else this quant is the weight 0
   // A scale is a row's: sums are multiplied by it, and not weights.
   static constexpr bool kScalesSums = has_scale_of_row(kFormat);
-  static constexpr bool kEachStretch = has_stretch_scales(kFormat);  // a scale for each
-  static constexpr int kScalesPerBlock =
-      kScalesSums ? 0 : static_cast<int>(kPackedBlock / (kScalesSums ? 1 : traits_of(kFormat).group));
+  static constexpr int kTogether = static_cast<int>(stretches_of_scale(kFormat));  // stretches of a scale
+  static constexpr bool kEachStretch = kTogether == 1;                             // a scale for each
+  static constexpr int kScalesPerBlock = kScalesSums ? 0 : static_cast<int>(kStretches) / kTogether;
+  static constexpr int kScaleBytes = scale_bytes(kFormat);  // of a scale, and what holds its bits
+  using Scale = std::conditional_t<kScaleBytes == 4, float, uint16_t>;
+  static constexpr int kScaleHalves = kScalesPerBlock * kScaleBytes / 2;  // of a block, in 16 bits
 
   // Kernels know no other formats: what they take for granted of a branch is said here.
-  static_assert(traits_of(kFormat).values != PackedValues::kTable, "no kernel looks quants up in a table");
+  static_assert(!kHasTable || (kBits == 4 && !kHasZeros && kZero == 0),
+                "tables are of 4 bits, without zeros");
+  static_assert(kHasTable == (kTogether == 2) && kHasTable == (kScaleBytes == 4),
+                "values of a table, and no others, have scales in float32, of 64 weights");
   static_assert(kBits == 8 || kBits == 4, "kernels unpack quants of 8 and of 4 bits");
   static_assert(kIsFloat == kScalesSums && (kBits == 8 || !kIsFloat), "floats are e4m3, with a scale a row");
   static_assert(kBits == 4 || traits_of(kFormat).zeros == PackedZeros::kNone, "bytes are signed");
-  static_assert(kBits == 8 || kEachStretch == !kHasZeros, "groups of 128 have zeros, those of 32 have none");
+  static_assert(kBits == 8 || kHasTable || kEachStretch == !kHasZeros,
+                "groups of 128 have zeros, those of 32 have none");
   static_assert(!kEachStretch || (kBits == 4 && kZero == 8), "groups of 32 are of 4 bits, with a zero of 8");
-  static_assert(kScalesSums || kEachStretch || kScalesPerBlock == 1, "else a block has one scale");
+  static_assert(kScalesSums || kHasTable || kEachStretch || kScalesPerBlock == 1,
+                "else a block has one scale");
 };
 
 }  // namespace hf_fastpath

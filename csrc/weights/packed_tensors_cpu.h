@@ -24,7 +24,7 @@ struct PackedTensors {
     weight.format = shape.format, weight.out_features = shape.rows, weight.blocks = shape.blocks;
     weight.groups = shape.groups;
     weight.quants = static_cast<const uint8_t*>(quants.const_data_ptr());
-    weight.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
+    weight.scales = scales.const_data_ptr();
     weight.zeros = zeros.has_value() ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr;
     weight.multiplier = static_cast<float>(multiplier);
     return weight;

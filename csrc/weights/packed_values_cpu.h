@@ -18,6 +18,7 @@ inline float step_at(const PackedWeight& weight, int64_t n, int64_t b, int64_t p
   if (is_float(weight.format)) return fp8_to_float(quants[place]);
   if (bits_of(weight.format) == 8) return static_cast<float>(static_cast<int8_t>(quants[place]));
   const int quant = quants[place / 2] >> place % 2 * 4 & 15;
+  if (has_table(weight.format)) return traits_of(weight.format).table[quant];
   const int zero =
       has_zeros(weight.format) ? weight.zeros[n * weight.groups + b] : traits_of(weight.format).zero;
   return static_cast<float>(quant - zero);
@@ -26,7 +27,11 @@ inline float step_at(const PackedWeight& weight, int64_t n, int64_t b, int64_t p
 // With the scale.
 inline float scaled_at(const PackedWeight& weight, int64_t n, int64_t b, int64_t place) {
   const int64_t group = group_of(weight.format, b, weight_at(weight.format, place) / kStretch);
-  return step_at(weight, n, b, place) * to_float(Half{weight.scales[n * weight.groups + group]});
+  const int64_t at = n * weight.groups + group;
+  const bool whole = traits_of(weight.format).scales == PackedScales::kFloat32;
+  const float scale = whole ? static_cast<const float*>(weight.scales)[at]
+                            : to_float(Half{static_cast<const uint16_t*>(weight.scales)[at]});
+  return step_at(weight, n, b, place) * scale;
 }
 
 }  // namespace hf_fastpath

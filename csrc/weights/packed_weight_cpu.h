@@ -17,13 +17,14 @@ struct PackedWeight {
   PackedFormat format;
   int64_t blocks, out_features;
   const uint8_t* quants;
-  const uint16_t* scales;  // float16 [out_features, groups]
-  const uint8_t* zeros;    // [out_features, groups], or null
+  const void* scales;    // float16, or float32 of tables, [out_features, groups]
+  const uint8_t* zeros;  // [out_features, groups], or null
   int64_t groups;
   float multiplier;
 
   int64_t row_bytes() const { return blocks * kPackedBlock * bits_of(format) / 8; }
-  int64_t output_bytes() const { return row_bytes() + groups * (zeros != nullptr ? 3 : 2); }
+  int64_t scale_row_bytes() const { return groups * scale_bytes(format); }
+  int64_t output_bytes() const { return row_bytes() + scale_row_bytes() + (zeros != nullptr ? groups : 0); }
 };
 
 // Rows [begin, end) of the weight in `dtype`, [end - begin, in_features], rounded once.

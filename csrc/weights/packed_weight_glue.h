@@ -27,8 +27,10 @@ inline PackedShape check_packed(int64_t k, const Tensor& quants, const Tensor& s
   const auto fits = [&](const Tensor& t) {
     return t.dim() == 2 && t.size(0) == shape.rows && t.size(1) == shape.groups;
   };
-  STD_TORCH_CHECK(fits(scales) && dtype_of(scales, op) == DType::kFloat16, "hf_fastpath::", op,
-                  ": scales have to be float16 [out_features, ", shape.groups, "]");
+  const bool whole = traits_of(shape.format).scales == PackedScales::kFloat32;
+  STD_TORCH_CHECK(fits(scales) && dtype_of(scales, op) == (whole ? DType::kFloat32 : DType::kFloat16),
+                  "hf_fastpath::", op, ": scales have to be ", whole ? "float32" : "float16",
+                  " [out_features, ", shape.groups, "]");
   STD_TORCH_CHECK(zeros.has_value() == has_zeros(shape.format) &&
                       (!zeros || (fits(*zeros) && zeros->element_size() == 1)),
                   "hf_fastpath::", op, ": format ", format, " and zeros do not go together");

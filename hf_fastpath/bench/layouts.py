@@ -31,7 +31,7 @@ from ..native.huge_pages import ask_for
 from ..ops.q4_0_gemv import BLOCK_BYTES, GROUP, LAYOUTS, QUANT_BYTES
 from ..progress import counted
 from ..quantization import FORMATS
-from ..quantization.formats import padded
+from ..quantization.formats import padded, scale_dtype
 from ..tables import table
 from . import measure
 from .measure import DTYPES
@@ -82,7 +82,8 @@ def weight(study: Study, rows: int, columns: int, device: torch.device) -> tuple
         # the largest bytes of fp8 are NaN
         quants = _random_bytes(device, rows, padded(columns) * format.bits // 8, below=127 if format.is_float else 256)
         zeros = _random_bytes(device, *groups, below=16) if format.has_zeros else None
-        return quants, _random_scales(device, *groups), zeros, 1.0, format.packed_format
+        scales = _random_scales(device, *groups).to(scale_dtype(format))
+        return quants, scales, zeros, 1.0, format.packed_format
     if study.format != Q4_0:
         raise ValueError(f"format {study.format} has layout {PACKED} alone, not {study.layout}")
     groups = columns // GROUP

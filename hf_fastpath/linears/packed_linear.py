@@ -11,12 +11,14 @@ from torch import nn
 from ..ops.gemv import MAX_ROWS
 from ..ops.packed_gemm import SPEC as PACKED_GEMM
 from ..ops.packed_gemv import SPEC as PACKED_GEMV
-from ..quantization.formats import PackedWeight
+from ..quantization.formats import PackedWeight, scale_dtype
 from ..registry import FLOAT_DTYPES, OpSpec
 from .absent_weight import REMEDY, AbsentWeight
 
 #: attribute with the parameter that was quantized, while that is tied to others
 QUANTIZED_OF = "_hf_fastpath_quantized_of"
+#: type of scales -> type that holds their bits
+_BITS = {torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 class PackedLinear(nn.Module):
@@ -45,8 +47,8 @@ class PackedLinear(nn.Module):
         self.format, self.multiplier = weight.format, weight.multiplier
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.register_buffer("quants", weight.quants)
-        # The bits of the scales are stored as int16 because half() and float() leave integers alone.
-        self.register_buffer("scale_bits", weight.scales.view(torch.int16))
+        # The bits of the scales are stored as integers because half() and float() leave these alone.
+        self.register_buffer("scale_bits", weight.scales.view(_BITS[weight.scales.dtype]))
         self.register_buffer("zeros", weight.zeros)
         self.register_parameter("bias", bias)
 
@@ -87,7 +89,7 @@ class PackedLinear(nn.Module):
 
     @property
     def scales(self) -> torch.Tensor:
-        return self.scale_bits.view(torch.float16)
+        return self.scale_bits.view(scale_dtype(self.format))
 
     @property
     def packed(self) -> PackedWeight:

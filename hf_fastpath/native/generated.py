@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ..packed_formats import FORMATS, Format
@@ -47,10 +48,12 @@ enum class PackedFormat : int {
 };
 constexpr PackedFormat kLastPackedFormat = %(last)s;
 
-// The format of number i is row i.
+// The format of number i is row i; tables have four values a line.
+// clang-format off
 inline constexpr PackedTraits kPackedTraits[] = {
 %(rows)s
 };
+// clang-format on
 
 // Calls f(the format as a constant). Ops have checked that `format` is one.
 template <class F>
@@ -65,6 +68,11 @@ static inline auto with_format(PackedFormat format, F&& f) {
 """
 
 
+_NEW_LINE = "\n         "
+#: of a double that is a float32
+_FLOAT_ZEROS = re.compile(r"\.?0*p")
+
+
 def _camel(name: str) -> str:
     return "k" + "".join(part.capitalize() for part in name.split("_"))
 
@@ -75,8 +83,12 @@ def _enumerator(format: Format) -> str:
 
 def _row(format: Format) -> str:
     values, zeros = f"PackedValues::{_camel(format.values.value)}", f"PackedZeros::{_camel(format.zeros.value)}"
-    traits = (f'"{format.name}"', format.bits, values, format.group, zeros, format.zero)
-    return f"    {{{', '.join(map(str, traits))}}},"
+    scales, lines = f"PackedScales::{_camel(format.scale_dtype)}", []
+    for at in range(0, len(format.table), 4):
+        lines.append(", ".join(f"{_FLOAT_ZEROS.sub('p', each.hex())}f" for each in format.table[at : at + 4]))
+    table = f",{_NEW_LINE}".join(lines)
+    traits = (f'"{format.name}"', format.bits, values, format.group, zeros, format.zero, scales, format.steps)
+    return f"    {{{', '.join(map(str, traits))}, {{{table and _NEW_LINE + table}}}}},"
 
 
 def _case(format: Format) -> str:

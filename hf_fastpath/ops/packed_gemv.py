@@ -6,7 +6,7 @@ import torch
 
 from ..choices import Activation, NormKind, PackedFormat
 from ..quantization import FORMATS, PackedWeight, quantize
-from ..quantization.formats import Format, padded
+from ..quantization.formats import Format, padded, scale_dtype
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import activate
 from .gemv import ACTIVATIONS, rows_reason
@@ -70,7 +70,7 @@ def weight_reasons(x, quants, scales, zeros, format: PackedFormat) -> list[str]:
     known, out_features = FORMATS[format.label], quants.shape[0] if quants.dim() else 0
     groups = out_features, known.groups(x.shape[-1])
     reasons = _part_reasons("quants", x, quants, torch.uint8, (out_features, padded(x.shape[-1]) * known.bits // 8))
-    reasons += _part_reasons("scales", x, scales, torch.float16, groups)
+    reasons += _part_reasons("scales", x, scales, scale_dtype(known), groups)
     if known.has_zeros != (zeros is not None):
         reasons.append(f"zeros is {'missing' if zeros is None else 'given'}, which format {format} does not go with")
     elif zeros is not None:

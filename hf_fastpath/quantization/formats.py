@@ -12,7 +12,12 @@ import torch
 from ..choices import PackedFormat
 from ..packed_formats import BLOCK, FORMATS, STRETCHES, Format, padded
 
-__all__ = ["BLOCK", "FORMATS", "Format", "PackedWeight", "is_multiplier", "pack", "padded", "unpack"]
+__all__ = ["BLOCK", "FORMATS", "Format", "PackedWeight", "is_multiplier", "pack", "padded", "scale_dtype", "unpack"]
+
+
+def scale_dtype(format: Format) -> torch.dtype:
+    """Return the type of a format's scales."""
+    return getattr(torch, format.scale_dtype)
 
 
 def is_multiplier(value: Any) -> bool:
@@ -28,7 +33,7 @@ class PackedWeight:
         format: its format.
         in_features: weights of a row, without padding.
         quants: uint8 [out_features, bytes of a row].
-        scales: float16 [out_features, groups].
+        scales: float16 or float32, as the format says, [out_features, groups].
         zeros: uint8 [out_features, groups], or None if the format has no zero points.
         multiplier: a power of two.
     """
@@ -100,9 +105,14 @@ class PackedWeight:
         return [PackedWeight(self.format, self.in_features, *tensors, self.multiplier) for tensors in parts]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the weights, [out_features, in_features], rounded to ``dtype``; float32 holds them exactly."""
+        """Return the weights, [out_features, in_features], rounded to ``dtype``.
+
+        float32 holds them exactly, but for the values of a table, whose product with a scale is rounded to float32.
+        """
         format, quants = self.format, unpack(self.format, self.quants)
-        if format.bits == 8:
+        if format.is_table:
+            quants = torch.tensor(format.table, device=quants.device)[quants.int()]
+        elif format.bits == 8:
             quants = quants.view(torch.float8_e4m3fn if format.is_float else torch.int8)
         rows, scales = self.out_features, self.scales.float()[..., None]
         values = quants.float().view(rows, scales.shape[1], -1)

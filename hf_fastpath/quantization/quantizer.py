@@ -1,4 +1,7 @@
-"""Quantizing weights: a search finds the scales of least squared error, instead of scaling to the largest weight."""
+"""Quantizing weights: a search finds the scales of least squared error, instead of scaling to the largest weight.
+
+Formats with a table take the largest weight of a group as its scale, and each weight becomes the nearest value.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,26 @@ def quantize(weight: torch.Tensor, format: Format) -> PackedWeight:
         largest = float(weight.abs().max()) if weight.numel() else 0.0
         if not math.isfinite(largest):
             raise ValueError("the weights hold infinities or NaN, which no quantized format has: mend them first")
-        plain = largest / format.highest
+        plain = 0.0 if format.is_table else largest / format.highest  # a scale in float32 needs no multiplier
         multiplier = 2.0 ** (math.frexp(plain)[1] - _LARGEST_SCALE) if plain else 1.0
         width = padded(weight.shape[1])
         rows = max(1, _PIECE // max(width, 1))
-        pieces = [_quantize_rows(piece, format, width, multiplier) for piece in weight.split(rows)]
+        each = _look_up_rows if format.is_table else _quantize_rows
+        pieces = [each(piece, format, width, multiplier) for piece in weight.split(rows)]
         quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in zip(*pieces))
     return PackedWeight(format, weight.shape[1], quants, scales, zeros, multiplier)
+
+
+def _look_up_rows(weight: torch.Tensor, format: Format, width: int, multiplier: float):
+    """Quantize as bitsandbytes does: the products with 1 / scale are compared with the means of neighboring values."""
+    rows, table = weight.shape[0], torch.tensor(format.table, device=weight.device)
+    w = functional.pad(weight.float(), (0, width - weight.shape[1])).view(rows, format.groups(width), -1)
+    scales = w.abs().amax(-1)
+    steps = (w * (1 / scales.clamp(min=_TINY))[..., None]).clamp_(-1, 1).view(rows, -1)
+    values, order = table.sort(stable=True)
+    quants = order[torch.bucketize(steps, (values[:-1] + values[1:]) / 2)].to(torch.uint8)
+    quants[:, weight.shape[1] :] = format.empty_quant
+    return pack(format, quants), scales, None
 
 
 def _quantize_rows(weight: torch.Tensor, format: Format, width: int, multiplier: float):

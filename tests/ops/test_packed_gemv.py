@@ -13,7 +13,7 @@ from routes import LIMIT, main, over_instruction_sets, run_limited
 from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.ops.packed_gemv import SPEC, random_weight
 from hf_fastpath.quantization import FORMATS, quantize
-from hf_fastpath.quantization.formats import pack, padded
+from hf_fastpath.quantization.formats import pack, padded, scale_dtype
 from hf_fastpath.registry import Sample
 
 over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -48,11 +48,13 @@ def extremes(device, dtype):
         if format.is_float:
             continue
         groups = 9, format.groups(columns)
-        quants = torch.full((9, padded(columns)), format.highest, device=device)
-        quants[1::2] = format.lowest
-        quants = (quants + format.zero).to(torch.uint8)  # two's complement in eight bits
+        values = format.table or range(256 if format.bits == 8 else 16)
+        lowest, highest = format.lowest + format.zero, format.highest + format.zero
+        quants = torch.full((9, padded(columns)), values.index(highest), device=device)
+        quants[1::2] = values.index(lowest % 256 if format.bits == 8 else lowest)  # two's complement in eight bits
+        quants = quants.to(torch.uint8)
         zeros = torch.zeros(groups, device=device, dtype=torch.uint8) if format.has_zeros else None
-        scales = torch.ones(groups, device=device).half()
+        scales = ones(format, groups, device)
         x = torch.full((3, columns), 2 - 2**-7, device=device)  # the low byte of a step is -128
         x[1] = 2 - torch.finfo(dtype).eps
         x[:, 1::2] *= torch.tensor([[1], [-1], [-1]], device=device)
@@ -63,17 +65,29 @@ def extremes(device, dtype):
 globals().update(common_tests(SPEC, odd_sizes))
 
 
+def quants_of(format, whole, center=0):
+    """Return the quants of whole numbers in units of the scale; of a table, which has 1, 0 and -1, what is closest."""
+    if format.is_table:
+        places = torch.tensor([format.table.index(each) for each in (-1.0, 0.0, 1.0)], device=whole.device)
+        return places[whole.clamp(-1, 1) + 1].to(torch.uint8)
+    quants = whole + center
+    return quants.to(torch.float8_e4m3fn).view(torch.uint8) if format.is_float else quants.to(torch.uint8)
+
+
+def ones(format, groups, device):
+    return torch.ones(groups, device=device, dtype=scale_dtype(format))
+
+
 def of_small_integers(format, rows, columns, device):
     """Make a packed weight of whole numbers with scales that are powers of two."""
     width = padded(columns)
     groups = rows, format.groups(columns)
     zeros = torch.randint(5, 10, groups, device=device).to(torch.uint8) if format.has_zeros else None
     center = zeros.repeat_interleave(width // groups[1], dim=1) if format.has_zeros else format.zero
-    quants = center + torch.randint(-3, 4, (rows, width), device=device)
+    quants = quants_of(format, torch.randint(-3, 4, (rows, width), device=device), center)
     quants[:, columns:] = 77 if format.bits == 8 else 3  # x has no input there
-    quants = quants.to(torch.float8_e4m3fn).view(torch.uint8) if format.is_float else quants.to(torch.uint8)
     scales = 2.0 ** torch.randint(-1, 2, groups, device=device)
-    return pack(format, quants), scales.half(), zeros, 2.0, format.name
+    return pack(format, quants), scales.to(scale_dtype(format)), zeros, 2.0, format.name
 
 
 @over_dtypes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import assert_exact, common_tests, over_dtypes
+from test_packed_gemv import ones, quants_of
 
 from hf_fastpath.ops.fused_swiglu import GATES
 from hf_fastpath.ops.packed_gemv import random_weight
@@ -42,12 +43,11 @@ def test_packed_gemv_swiglu_exact_on_integers(device, dtype, activation, format)
         x[:, ::2] = 0
         x[:, -1] = 1  # the gates' only input is the last, where a tail would be lost
         center = 7 if format.has_zeros else format.zero
-        quants = torch.full((2 * n, padded(k)), center, device=device)
-        quants[n:, :k] += torch.randint(-3, 4, (n, k), device=device)
-        quants[:n, k - 1] += torch.randint(0, 2, (n,), device=device)
-        quants = quants.to(torch.float8_e4m3fn).view(torch.uint8) if format.is_float else quants.to(torch.uint8)
-        groups = 2 * n, format.groups(k)
-        scales = torch.ones(groups, device=device, dtype=torch.float16)
+        whole = torch.zeros(2 * n, padded(k), device=device, dtype=torch.int64)
+        whole[n:, :k] = torch.randint(-3, 4, (n, k), device=device)
+        whole[:n, k - 1] = torch.randint(0, 2, (n,), device=device)
+        quants, groups = quants_of(format, whole, center), (2 * n, format.groups(k))
+        scales = ones(format, groups, device)
         scales[:n] = 64
         zeros = torch.full(groups, center, device=device, dtype=torch.uint8) if format.has_zeros else None
         assert_exact(SPEC, Sample(x, pack(format, quants), scales, zeros, 1.0, format.name, activation))

@@ -83,7 +83,7 @@ def test_round_trip_is_bit_equal(family, size, tmp_path):
             assert (ties[0].weight is ties[1].weight) == was_tied
 
 
-@pytest.mark.parametrize("weights", ("int8", "fp8", "int4", "int4_g32"))
+@pytest.mark.parametrize("weights", ("int8", "fp8", "int4", "int4_g32", "nf4"))
 def test_every_format_in_half_precision(weights, tmp_path):
     model = hf_fastpath.patch(build("llama").bfloat16(), weights=weights, quiet=True)
     hf_fastpath.save_packed(model, tmp_path)

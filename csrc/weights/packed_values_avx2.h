@@ -1,0 +1,45 @@
+// Scales of quantized weights, and values of formats whose quants are places in a table, for kernels with
+// AVX2 and more. Internal linkage as in avx2_math.h.
+#pragma once
+
+#include "common/avx2_math.h"
+#include "weights/packed_format.h"
+
+namespace hf_fastpath {
+namespace {
+
+HF_INLINE float scale_to_float(uint16_t bits) { return half_to_float(bits); }
+HF_INLINE float scale_to_float(float scale) { return scale; }
+
+// Eight values; only the lowest four bits of a place count. A permutation takes three of them, and the fourth
+// chooses between two: a table of 16 floats is two registers.
+template <PackedFormat kFormat>
+HF_INLINE __m256 looked_up(__m256i places) {
+  const float* const table = traits_of(kFormat).table;
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), places);
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), places);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(places, 28)));
+}
+
+// The table in whole steps, 32 values so that a place's fifth bit chooses between equal ones; and as tables
+// of their low and of their high bytes.
+template <PackedFormat kFormat>
+struct TableSteps {
+  alignas(64) int16_t words[32];
+  alignas(16) uint8_t low[16], high[16];
+
+  constexpr TableSteps() : words(), low(), high() {
+    for (int i = 0; i < 32; ++i) {
+      const float exact = traits_of(kFormat).table[i % 16] * static_cast<float>(traits_of(kFormat).steps);
+      words[i] = static_cast<int16_t>(exact + (exact < 0 ? -0.5f : 0.5f));
+      if (i >= 16) continue;
+      low[i] = static_cast<uint8_t>(static_cast<uint16_t>(words[i]) & 255);
+      high[i] = static_cast<uint8_t>(static_cast<uint16_t>(words[i]) >> 8);
+    }
+  }
+};
+template <PackedFormat kFormat>
+inline constexpr TableSteps<kFormat> kTableSteps;
+
+}  // namespace
+}  // namespace hf_fastpath
