@@ -78,8 +78,8 @@ REASONS: dict[str, Reason] = {
     ),
     "quantized_format": Reason(
         "another package has quantized the weights, and patch() does not repack them: they have no exact counterpart "
-        "among our formats (a table of values, activations that are quantized too, zero points for fewer than 128 "
-        "weights, ...), or no architecture file covers the model",
+        "among our formats (activations that are quantized too, zero points for fewer than 128 weights, ...), or no "
+        "architecture file covers the model",
         "load unquantized weights and patch(model, weights=...)",
     ),
     "compressed_tensors": Reason(
@@ -89,6 +89,12 @@ REASONS: dict[str, Reason] = {
     "quantized_order": Reason(
         "the checkpoint's groups of weights are not neighbors (GPTQ with desc_act, activation order)",
         "use a checkpoint without desc_act, or unquantized weights with patch(model, weights=...)",
+    ),
+    "quantized_blocks": Reason(
+        "the checkpoint's rows are no whole number of blocks of weights that share a scale, so that a block goes on in "
+        "the next row, or its blocks are shorter than 64 weights",
+        "quantize with a blocksize from 64 on that divides the rows, or load unquantized weights and patch(model, "
+        "weights=...)",
     ),
     "quantized_in_use": Reason(
         "a call has turned the checkpoint's quantized weights into another layout",

@@ -1,9 +1,10 @@
-"""Models with quantized weights beside those whose weights are what the quants stand for."""
+"""Models with quantized weights beside those whose weights are what the quants stand for; a stand-in for a layer."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from models import SHORT, counting
@@ -13,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 import hf_fastpath
 from hf_fastpath.compat import FORWARD_NOTES
 from hf_fastpath.linears.packed_linear import PackedLinear
+from hf_fastpath.packed_formats import FP4, NF4
 
 
 def packed_in(model: nn.Module) -> dict[str, PackedLinear]:
@@ -50,3 +52,73 @@ def check_saved_copied_and_taken_back(stock: nn.Module, inputs: dict[str, torch.
     hf_fastpath.unpatch(ours)
     assert not packed_in(ours) and vars(ours).keys() - FORWARD_NOTES == vars(stock).keys() - FORWARD_NOTES
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
+
+
+class QuantState(SimpleNamespace):
+    """What bitsandbytes knows of a weight of four bits."""
+
+    def to(self, device: torch.device) -> None:
+        for held in (self, self.state2):
+            for name, value in vars(held).items() if held is not None else ():
+                if isinstance(value, torch.Tensor):
+                    setattr(held, name, value.to(device))
+
+
+class Linear4bit(nn.Linear):
+    """A layer as bitsandbytes' of the same name keeps it, by the description of its format: two numbers of four bits in
+    a byte, the first in the high bits, row behind row; each is a place in a table, and each ``block`` of them has a
+    float32 as scale. Nested, scales less their mean are a byte each, places in a code of 256 values, of which 256 have
+    a float32 as scale.
+    """
+
+    __module__ = "bitsandbytes.somewhere"
+
+    def __init__(self, weight: torch.Tensor, kind: str, block: int = 64, nested: bool = False, bias=None, storage=None):
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        table = torch.tensor({"nf4": NF4, "fp4": FP4}[kind])
+        flat = nn.functional.pad(weight.detach().float().flatten(), (0, -weight.numel() % block)).view(-1, block)
+        absmax, offset, inner = flat.abs().amax(1), None, None
+        steps = (flat / absmax[:, None].clamp(min=1e-30)).view(-1)[: weight.numel()]
+        numbers = torch.cat([(part[:, None] - table).abs().argmin(1) for part in steps.split(1 << 16)])
+        numbers = nn.functional.pad(numbers, (0, numbers.numel() % 2)).to(torch.uint8).view(-1, 2)
+        if nested:
+            code, offset = torch.linspace(-1, 1, 256) ** 3, absmax.mean()
+            left = absmax - offset
+            whole = nn.functional.pad(left, (0, -len(left) % 256)).view(-1, 256).abs().amax(1)
+            steps = left / whole.repeat_interleave(256)[: len(left)]
+            absmax = (steps[:, None] - code).abs().argmin(1).to(torch.uint8)
+            inner = QuantState(absmax=whole, code=code, blocksize=256, state2=None)
+        data = (numbers[:, 0] << 4 | numbers[:, 1]).view(storage or torch.uint8).view(-1, 1)
+        self.weight = nn.Parameter(data, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+        shape, dtype = weight.shape, weight.dtype
+        self.quant_state = QuantState(
+            absmax=absmax, code=table, blocksize=block, quant_type=kind, shape=shape, dtype=dtype, offset=offset
+        )
+        self.quant_state.state2 = inner
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight in float32, number by number as the description has it."""
+        state, numbers = self.quant_state, self.weight.data.view(torch.uint8).flatten()
+        scales = state.absmax
+        if state.state2 is not None:
+            parts = [
+                state.state2.code[part.long()] * scale for part, scale in zip(scales.split(256), state.state2.absmax)
+            ]
+            scales = torch.cat(parts) + state.offset
+        places = torch.stack((numbers >> 4, numbers & 15), 1).flatten()[: state.shape.numel()].long()
+        parts = [state.code[part] * scale for part, scale in zip(places.split(state.blocksize), scales)]
+        return torch.cat(parts).view(state.shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.dequantized().to(x.dtype), None if self.bias is None else self.bias.to(x))
+
+
+def with_linear4bit(model: nn.Module, kind: str, **how) -> nn.Module:
+    """Return a copy of a model whose projections are stand-ins for bitsandbytes' layers."""
+    made = copy.deepcopy(model)
+    for name, linear in list(made.named_modules()):
+        if type(linear) is nn.Linear and name.endswith("_proj"):
+            parent, _, attribute = name.rpartition(".")
+            setattr(made.get_submodule(parent), attribute, Linear4bit(linear.weight, kind, bias=linear.bias, **how))
+    return made

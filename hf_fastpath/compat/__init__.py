@@ -79,7 +79,7 @@ from .encoders import (
     text_output,
     token_shape,
 )
-from .foreign import adapter_modules, foreign_code, foreign_layer, function_code, merged_layer
+from .foreign import INSIDE_ADAPTER, adapter_modules, foreign_code, foreign_layer, function_code, merged_layer
 from .generation import (
     FORWARD_ARGUMENTS,
     LOGITS_TO_KEEP,

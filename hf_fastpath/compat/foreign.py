@@ -9,6 +9,8 @@ from torch import nn
 
 #: packages whose layers are adapters around a model's own
 _ADAPTERS = ("peft", "adapters", "loralib", "lycoris")
+#: name of the layer that a layer of PEFT stands around
+INSIDE_ADAPTER = "base_layer"
 #: package, or package and module, of layers and weights that are quantized -> the reason code of its own, or None
 _QUANTIZERS: dict[str, str | None] = {
     **dict.fromkeys(("compressed_tensors", "transformers.integrations.compressed_tensors"), "compressed_tensors"),
@@ -85,7 +87,7 @@ def foreign_code(module: nn.Module) -> str | None:
     code = _code_of_class(type(module))
     if code != "adapter":
         return code or _code_of_weight(module)
-    inside = vars(module).get("_modules", {}).get("base_layer")
+    inside = vars(module).get("_modules", {}).get(INSIDE_ADAPTER)
     return (None if inside is None else foreign_code(inside)) or code
 
 

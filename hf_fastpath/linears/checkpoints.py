@@ -9,9 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ..errors import NoCounterpart
 
@@ -36,6 +38,23 @@ class IntWeight:
 
 
 @dataclass(frozen=True)
+class TableWeight:
+    """A weight whose quants are places in a table: its values are ``scale * table[quant]`` in float32.
+
+    Attributes:
+        table: 16 values, each a float32.
+        block: number of weights that share a scale, where rows follow each other.
+        quants: uint8 [out_features, in_features], from 0 up.
+        scales: float32 [blocks], the last of which may be shorter.
+    """
+
+    table: tuple[float, ...]
+    block: int
+    quants: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True)
 class LayerFamily:
     """Layers of one kind.
 
@@ -44,14 +63,18 @@ class LayerFamily:
         package: the package that the class is from.
         classes: class names of layers, or of weights in an ``nn.Linear``.
         read: reads a layer's weight.
+        release: frees what ``restore`` can make again of the quants that ``read`` gave; None: nothing.
+        restore: gives a layer what was freed, bit for bit.
 
-    ``read`` raises NoCounterpart if a layer of the family means more than an :class:`IntWeight` can say.
+    ``read`` raises NoCounterpart if a layer of the family means more than these weights can say.
     """
 
     name: str
     package: str
     classes: tuple[str, ...]
-    read: Callable[[nn.Module], IntWeight]
+    read: Callable[[nn.Module], IntWeight | TableWeight]
+    release: Callable[[nn.Module], None] | None = None
+    restore: Callable[[nn.Module, torch.Tensor], None] | None = None
 
     def has(self, module: nn.Module) -> bool:
         """Whether ``module`` is a layer of this family."""
@@ -161,8 +184,44 @@ def _torchao(module: nn.Module) -> IntWeight:
     return IntWeight(bits, group, weight.qdata.to(torch.int16), weight.scale, zeros.to(torch.int16))
 
 
-def _no_integers(module: nn.Module) -> IntWeight:
-    """Refuse layers whose values come from a table, or that quantize activations as well."""
+def _quant_state(module: nn.Module) -> Any:
+    """Return what bitsandbytes says of a weight of four bits, or None if it has not quantized the weight yet."""
+    found = getattr(module.weight, "quant_state", None)
+    return getattr(module, "quant_state", None) if found is None else found
+
+
+def _bitsandbytes(module: nn.Module) -> TableWeight:
+    """Read weight uint8 [out * in / 2, 1], a byte's first number in its high bits, and its ``quant_state``: absmax
+    float32 [blocks], or nested: uint8 [blocks], places in a code of 256 values with scales and an offset of its own."""
+    state = _quant_state(module)
+    _need(state is not None and tuple(state.shape) == (module.out_features, module.in_features))
+    _need(not getattr(state, "packing_format_for_cpu", False), "quantized_in_use")
+    rows, columns = state.shape
+    numbers = module.weight.data.contiguous().view(-1).view(torch.uint8)
+    _need(numbers.numel() == (rows * columns + 1) // 2 and state.quant_type in ("nf4", "fp4"))
+    quants = torch.stack((numbers >> 4, numbers & 15), dim=-1).view(-1)[: rows * columns].view(rows, columns)
+    scales, inner = state.absmax, state.state2
+    if inner is not None:
+        whole = inner.absmax.float().repeat_interleave(inner.blocksize)[: scales.numel()]
+        scales = inner.code.float()[scales.int()] * whole + state.offset
+    return TableWeight(tuple(state.code.float().tolist()), state.blocksize, quants, scales.float())
+
+
+def _release_bitsandbytes(module: nn.Module) -> None:
+    """Free the quants; ``quant_state`` stays."""
+    module.weight.data = module.weight.data.new_empty(0)
+
+
+def _restore_bitsandbytes(module: nn.Module, quants: torch.Tensor) -> None:
+    """Make the bytes again that :func:`_bitsandbytes` has read, on the device of ``quants``."""
+    pairs = functional.pad(quants.reshape(-1), (0, quants.numel() % 2)).view(-1, 2)
+    numbers = pairs[:, 0] << 4 | pairs[:, 1]
+    module.weight.data = numbers.view(module.weight.dtype).view(-1, 1)
+    _quant_state(module).to(quants.device)
+
+
+def _no_weight(module: nn.Module) -> IntWeight:
+    """Refuse layers that quantize activations as well."""
     raise NoCounterpart("quantized_format")
 
 
@@ -185,7 +244,15 @@ FAMILIES = (
     ),
     LayerFamily("compressed-tensors", "compressed_tensors", ("QuantizationScheme",), _compressed),
     LayerFamily("torchao", "torchao", ("Int8Tensor", "IntxUnpackedToInt8Tensor"), _torchao),
-    LayerFamily("bitsandbytes", "bitsandbytes", ("Linear4bit", "Linear8bitLt"), _no_integers),
+    LayerFamily(
+        "bitsandbytes",
+        "bitsandbytes",
+        ("Linear4bit", "LinearNF4", "LinearFP4"),
+        _bitsandbytes,
+        _release_bitsandbytes,
+        _restore_bitsandbytes,
+    ),
+    LayerFamily("bitsandbytes of 8 bits", "bitsandbytes", ("Linear8bitLt",), _no_weight),
 )
 
 #: why a layer of a known family keeps its own code, for the layers that patch() has looked at

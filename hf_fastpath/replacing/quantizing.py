@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from ..native import loader
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
 from ..progress import announced, counted
-from ..quantization.formats import FORMATS, Format
+from ..quantization.formats import FORMATS, Format, unpack
 from ..quantization.quantizer import quantize
 from ..reasons import class_name, explained, named
 from ..registry import PLAIN_TENSORS
@@ -33,11 +33,13 @@ class Replaced:
         original: the layer; if we have quantized its weight, that lies in host memory now unless another module has it.
         packed: the layer that took its place.
         places: (parent, name) of every place that the layer had.
+        restore: makes the layer's tensors again of the quants, where these are not kept twice.
     """
 
     original: nn.Module
     packed: PackedLinear
     places: list[tuple[nn.Module, str]]
+    restore: Callable[[nn.Module, torch.Tensor], None] | None = None
 
     def undo(self, elsewhere: Sequence[tuple[nn.Module, str]] = ()) -> None:
         """Put the layer back, with its weight on the device of the quantized one.
@@ -45,6 +47,10 @@ class Replaced:
         Args:
             elsewhere: (parent, name) of every place that the quantized layer has now: PEFT's ``unload()`` moves layers.
         """
+        if self.restore is not None:
+            packed = self.packed.packed
+            with torch.inference_mode(False), torch.no_grad():
+                self.restore(self.original, unpack(packed.format, packed.quants)[:, : packed.in_features])
         tensors = [*self.original.parameters(), *self.original.buffers()]
         device = self.packed.quants.device
         for tensor in tensors:

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from .. import structural
 from ..architecture import architectures
-from ..compat import hook_of, placement
+from ..compat import INSIDE_ADAPTER, adapter_modules, hook_of, placement
 from ..decode.model.structure import ModelPart
 from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
-from ..linears.checkpoints import IntWeight, family_of, note
+from ..linears.checkpoints import IntWeight, TableWeight, family_of, note
 from ..linears.packed_linear import PackedLinear
 from ..native import loader
 from ..ops import packed_gemv
@@ -28,6 +28,8 @@ from .quantizing import Replaced, places_of
 
 #: gets layers of one input; gives those that are replaced, each with the layer that takes its place
 Packing = Callable[[list[nn.Module]], list[tuple[nn.Module, PackedLinear]]]
+#: quants, scales and zeros as a format has them; zeros are None if it has none
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 #: scales that are not float16 are brought below 2 ** this by the multiplier
 _LARGEST_SCALE = 7
 
@@ -78,12 +80,18 @@ def format_for(bits: int, group: int, in_features: int, has_zeros: bool, zeros_f
     raise NoCounterpart("quantized_format")
 
 
-def counterpart(weight: IntWeight) -> Format:
+def counterpart(weight: IntWeight | TableWeight) -> Format:
     """Return the format that holds a weight's quants exactly.
 
     Raises:
         NoCounterpart: there is no such format.
     """
+    if isinstance(weight, TableWeight):
+        found = next((format for format in FORMATS.values() if format.table == weight.table), None)
+        if found is None:
+            raise NoCounterpart("quantized_format")
+        check_blocks(weight.block, weight.quants.shape[1], found)
+        return found
     steps_fit = weight.bits == 8
     if steps_fit:
         steps = weight.quants - _of_columns(weight.zeros, weight)
@@ -109,8 +117,29 @@ def _of_groups(values: torch.Tensor, weight: IntWeight, format: Format) -> torch
     return values[:, (starts // weight.group).clamp(max=values.shape[1] - 1)]
 
 
-def _packed(weight: IntWeight, format: Format, multiplier: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return quants, scales and zeros; the zeros mean nothing to formats without zero points."""
+def check_blocks(block: int, in_features: int, format: Format) -> None:
+    """Raise if blocks of a checkpoint, where rows follow each other, are no whole groups or go on in the next row.
+
+    Where they go on, bitsandbytes' kernels disagree: those of a CPU with AVX-512 begin each row with a block, and its
+    quantizer does not.
+
+    Raises:
+        NoCounterpart: with the reason code.
+    """
+    if block % format.group or in_features % block:
+        raise NoCounterpart("quantized_blocks")
+
+
+def _packed_table(weight: TableWeight, format: Format) -> Parts:
+    rows, columns = weight.quants.shape
+    scales = weight.scales.view(rows, -1).repeat_interleave(weight.block // format.group, dim=1)
+    quants = functional.pad(weight.quants, (0, padded(columns) - columns), value=format.empty_quant)
+    return pack(format, quants), functional.pad(scales, (0, format.groups(columns) - scales.shape[1])), None
+
+
+def _packed(weight: IntWeight | TableWeight, format: Format, multiplier: float) -> Parts:
+    if isinstance(weight, TableWeight):
+        return _packed_table(weight, format)
     zeros = _of_groups(weight.zeros, weight, format)
     if format.bits == 8:
         quants, rest = weight.quants - _of_columns(weight.zeros, weight), 0
@@ -127,10 +156,24 @@ def _packed(weight: IntWeight, format: Format, multiplier: float) -> tuple[torch
         quants = functional.pad(quants, padding, value=rest)
     scales = (_of_groups(weight.scales, weight, format).double() / multiplier).half()
     as_bytes = quants.to(torch.int8).view(torch.uint8)
-    return pack(format, as_bytes), scales.contiguous(), zeros.to(torch.uint8).contiguous()
+    of_groups = zeros.to(torch.uint8).contiguous() if format.has_zeros else None
+    return pack(format, as_bytes), scales.contiguous(), of_groups
 
 
-def repacked(weights: list[IntWeight]) -> list[PackedWeight]:
+def _multiplier(weights: list[IntWeight | TableWeight]) -> float:
+    """Return the multiplier that brings scales which are not float16 into its range.
+
+    Raises:
+        NoCounterpart: a scale is not finite.
+    """
+    largest = max(float(weight.scales.abs().max()) for weight in weights)
+    if not math.isfinite(largest):
+        raise NoCounterpart("quantized_format")
+    is_held = all(isinstance(each, TableWeight) or each.scales.dtype == torch.float16 for each in weights)
+    return 1.0 if is_held or not largest else 2.0 ** (math.frexp(largest)[1] - _LARGEST_SCALE)
+
+
+def repacked(weights: list[IntWeight | TableWeight]) -> list[PackedWeight]:
     """Repack weights of the same input; they lie behind each other in memory if one format holds all of them.
 
     Raises:
@@ -140,14 +183,10 @@ def repacked(weights: list[IntWeight]) -> list[PackedWeight]:
     if len(set(formats)) > 1:
         return [each for weight in weights for each in repacked([weight])]
     format, in_features = formats[0], weights[0].quants.shape[1]
-    largest = max(float(weight.scales.abs().max()) for weight in weights)
-    if not math.isfinite(largest):
-        raise NoCounterpart("quantized_format")
-    is_half = all(weight.scales.dtype == torch.float16 for weight in weights)
-    multiplier = 1.0 if is_half or not largest else 2.0 ** (math.frexp(largest)[1] - _LARGEST_SCALE)
+    multiplier = _multiplier(weights)
     tensors = zip(*(_packed(weight, format, multiplier) for weight in weights))
-    quants, scales, zeros = (torch.cat(each) for each in tensors)
-    together = PackedWeight(format, in_features, quants, scales, zeros if format.has_zeros else None, multiplier)
+    quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in tensors)
+    together = PackedWeight(format, in_features, quants, scales, zeros, multiplier)
     return together.split([len(weight.quants) for weight in weights])
 
 
@@ -171,7 +210,7 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
         return
     first, packed = len(replaced), functools.partial(_packed_alike, dtype=model.dtype)
     try:
-        if part is None:
+        if part is None or adapter_modules(model):
             _repack_modules(model, replaced, quiet, packed)
         else:
             repack_layers(part, replaced, quiet, packed)
@@ -205,12 +244,14 @@ def repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool, packed
 
 
 def _repack_modules(model: nn.Module, replaced: list[Replaced], quiet: bool, packed: Packing) -> None:
-    """Do as :func:`repack_layers` for a model that no file describes: all layers that a package's checkpoint brought.
-    Those of one module that take inputs of one size lie behind each other in memory, as some of them take one input."""
+    """Do as :func:`repack_layers` for a model that no file describes, or with adapters around layers: all layers that
+    a package's checkpoint brought. Those of one module that take inputs of one size lie behind each other in memory,
+    as some of them take one input."""
     places, groups = places_of(model), {}
     for path, module in model.named_modules():
         if family_of(module) is not None:
-            groups.setdefault((path.rpartition(".")[0], getattr(module, "in_features", None)), []).append(module)
+            parent = path.removesuffix(f".{INSIDE_ADAPTER}").rpartition(".")[0]
+            groups.setdefault((parent, getattr(module, "in_features", None)), []).append(module)
     with counted(len(groups), "hf_fastpath: repacking layers", quiet) as bar:
         for linears in groups.values():
             _put(packed(linears), places, replaced)
@@ -227,6 +268,11 @@ def _put(
         for parent, name in done.places:
             parent._modules[name] = packed
         replaced.append(done)
+        family = family_of(linear)
+        if family is not None and family.release is not None and not packed.is_described:
+            with torch.inference_mode(False):
+                family.release(linear)
+            done.restore = family.restore
 
 
 def _packed_alike(linears: list[nn.Module], dtype: torch.dtype) -> list[tuple[nn.Module, PackedLinear]]:
@@ -246,8 +292,8 @@ def _packed_alike(linears: list[nn.Module], dtype: torch.dtype) -> list[tuple[nn
     made = []
     for (linear, _), weight in zip(found, weights):
         bias = getattr(linear, "bias", None)
-        if bias is not None and not isinstance(bias, nn.Parameter):
-            bias = nn.Parameter(bias, requires_grad=False)
+        if bias is not None and (not isinstance(bias, nn.Parameter) or bias.dtype != dtype):
+            bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
         made.append((linear, PackedLinear(weight, bias, dtype).train(linear.training)))
     return made
 

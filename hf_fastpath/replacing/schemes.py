@@ -18,9 +18,9 @@ from ..decode.model.structure import ModelPart
 from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
 from ..linears.packed_linear import PackedLinear
-from ..quantization.formats import Format, PackedWeight, padded
+from ..quantization.formats import FORMATS, Format, PackedWeight, padded, scale_dtype
 from .quantizing import Replaced
-from .repacking import format_for, repack_layers
+from .repacking import check_blocks, format_for, repack_layers
 
 #: features of a layer that stands for all layers while only a scheme is asked about
 _SOME_FEATURES = 4096
@@ -50,6 +50,31 @@ class Scheme:
         """
         group = in_features if self.group == -1 else self.group
         return format_for(self.bits, group, in_features, self.has_zeros, self.bits <= 4, not self.has_zeros)
+
+
+@dataclass(frozen=True)
+class TableScheme:
+    """Weights whose quants are places in a table, with a scale for each block, where rows follow each other.
+
+    Attributes:
+        name: name of the format with this table.
+        block: number of weights that share a scale.
+        covers: as of :class:`Scheme`.
+    """
+
+    name: str
+    block: int
+    covers: Callable[[str, str], bool]
+
+    def format(self, in_features: int) -> Format:
+        """Return the format that holds such a weight.
+
+        Raises:
+            NoCounterpart: there is none.
+        """
+        format = FORMATS[self.name]
+        check_blocks(self.block, in_features, format)
+        return format
 
 
 def _need(is_so: bool, reason: str = "quantized_format") -> None:
@@ -132,16 +157,27 @@ def _torchao(given: Mapping[str, Any]) -> list[Scheme]:
     return [Scheme(bits, group, _value(data.get("mapping_type", "SYMMETRIC")) == "ASYMMETRIC", rule)]
 
 
-#: methods whose weights are integers -> what reads their config
-_METHODS: dict[str, Callable[[Mapping[str, Any]], list[Scheme]]] = {
+#: weights of a block, where transformers has bitsandbytes quantize them: no config says it
+_BITSANDBYTES_BLOCK = 64
+
+
+def _bitsandbytes(given: Mapping[str, Any]) -> list[TableScheme]:
+    name = given.get("bnb_4bit_quant_type", "fp4")
+    _need(name in FORMATS and FORMATS[name].is_table)
+    return [TableScheme(name, _BITSANDBYTES_BLOCK, _but(given.get("llm_int8_skip_modules")))]
+
+
+#: methods whose weights our formats hold -> what reads their config
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Sequence[Scheme | TableScheme]]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
     "torchao": _torchao,
+    "bitsandbytes_4bit": _bitsandbytes,
 }
 
 
-def schemes_of(quantized: Mapping[str, Any]) -> list[Scheme]:
+def schemes_of(quantized: Mapping[str, Any]) -> Sequence[Scheme | TableScheme]:
     """Return the schemes of a ``quantization_config``.
 
     Raises:
@@ -155,7 +191,7 @@ def schemes_of(quantized: Mapping[str, Any]) -> list[Scheme]:
     return found
 
 
-def repack_empty(model: nn.Module, schemes: Sequence[Scheme]) -> set[str]:
+def repack_empty(model: nn.Module, schemes: Sequence[Scheme | TableScheme]) -> set[str]:
     """Replace the layers of a model on the meta device as ``patch()`` will replace those of the checkpoint.
 
     Returns:
@@ -190,7 +226,7 @@ def repack_empty(model: nn.Module, schemes: Sequence[Scheme]) -> set[str]:
     return formats
 
 
-def _check_experts(part: ModelPart, schemes: Sequence[Scheme], names: Mapping[int, str]) -> None:
+def _check_experts(part: ModelPart, schemes: Sequence[Scheme | TableScheme], names: Mapping[int, str]) -> None:
     """Raise if the checkpoint quantizes experts, which are not repacked."""
     for layer in part.layers:
         if isinstance(layer.mlp, MoEPart):
@@ -202,6 +238,6 @@ def _empty(format: Format, rows: int, columns: int) -> PackedWeight:
     """Make a weight without data."""
     groups = rows, format.groups(columns)
     quants = torch.empty(rows, padded(columns) * format.bits // 8, dtype=torch.uint8, device="meta")
-    scales = torch.empty(groups, dtype=torch.float16, device="meta")
+    scales = torch.empty(groups, dtype=scale_dtype(format), device="meta")
     zeros = torch.empty(groups, dtype=torch.uint8, device="meta") if format.has_zeros else None
     return PackedWeight(format, columns, quants, scales, zeros, 1.0)

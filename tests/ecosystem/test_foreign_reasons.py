@@ -153,7 +153,6 @@ def torchao(directory: Path) -> nn.Module:
 QUANTIZED = {
     "quanto": (quanto, "optimum.quanto."),
     "bitsandbytes, 8 bits": (lambda d: bitsandbytes(d, load_in_8bit=True), "bitsandbytes.nn.modules.Linear8bitLt"),
-    "bitsandbytes, 4 bits": (lambda d: bitsandbytes(d, load_in_4bit=True), "bitsandbytes.nn.modules.Linear4bit"),
     "torchao with activations": (torchao, "torchao.quantization."),
 }
 

@@ -95,6 +95,8 @@ def test_quantized_projections(quantize, when, device):
         if quantize is torchao:  # repacked: test_quantized_checkpoints.py
             assert counts.fast and not counts.fallback
             return
+        if quantize is bitsandbytes:  # as well, but not rows that are no whole number of blocks
+            reason = "quantized_blocks"
     if quantize is stand_in:  # the step of such a layer can be recorded
         assert counts.fast and not counts.fallback and not counts.reasons
         assert_same_tokens(found, expected)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType
 
 import pytest
 import torch
-from models import SHORT, build, prompt, require_native
+from models import SHORT, build, counting, hidden_files, prompt, require_native
+from parity import assert_same_tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -192,20 +195,110 @@ def test_torchao(kind, tmp_path):
     assert all(type(model.get_submodule(name).weight).__module__.startswith("torchao") for name in weights)
 
 
-def test_bitsandbytes_keeps_running(tmp_path):
-    """NF4's values come from a table."""
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+def load_in_4bit(directory: Path, dtype: torch.dtype, kind: str = "nf4", nested: bool = True, compute=None):
+    """Let transformers quantize a model; return it, and what its weights stand for, by layer."""
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
     from transformers import BitsAndBytesConfig
 
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=compute or dtype,
+    )
+    model, weights = load(directory, quantization_config=how, dtype=dtype), {}
+    for name in projections(model):
+        layer = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name))
+        weights[name] = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return model, weights
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ("nf4", "fp4"))
+@pytest.mark.parametrize("nested", (False, True), ids=("plain", "nested"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+def test_bitsandbytes_of_four_bits(kind, nested, dtype, tmp_path):
     small().save_pretrained(tmp_path)
-    model = load(tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"))
-    ids = prompt(CPU)
-    expected = model.generate(ids, **SHORT)
+    model, weights = load_in_4bit(tmp_path, dtype, kind, nested)
+    before, same, ids = tensors_of(model), load(tmp_path, dtype=dtype), prompt(CPU)
+    for name, weight in weights.items():
+        same.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
     hf_fastpath.patch(model, quiet=True)
-    assert hf_fastpath.report(model).loop == "quantized_format"
-    assert torch.equal(model.generate(ids, **SHORT), expected)
-    found = hf_fastpath.report(model).stats
-    assert found["fast_tokens"] == 0 and "quantized_format" in found["reasons"]
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        assert layer.format.name == kind and torch.equal(layer.packed.dequantize(dtype), weight), name
+    with counting(model) as counts:
+        found = model.generate(ids, **SHORT)
+    assert counts.fast == SHORT["max_new_tokens"] and not counts.reasons
+    assert_same_tokens(found, same.generate(ids, **SHORT), same)
+    hf_fastpath.unpatch(model)
+    after = tensors_of(model)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute"),
+    ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)),
+    ids=str,
+)
+def test_bitsandbytes_that_computes_in_another_type(dtype, compute, tmp_path):
+    """Products are of the model's type, of which each is rounded once: no worse than in the type that is asked for."""
+    small().save_pretrained(tmp_path)
+    model, weights = load_in_4bit(tmp_path, dtype, compute=compute)
+    exact, ids = load(tmp_path, dtype=torch.float64), prompt(CPU)
+    for name, weight in weights.items():
+        exact.get_submodule(name).weight = nn.Parameter(weight.double(), requires_grad=False)
+    expected = exact(ids).logits
+    stock = copy.deepcopy(model)
+    hf_fastpath.patch(model, quiet=True)
+    ours = (model(ids).logits.double() - expected).abs().mean()
+    assert ours <= 1.1 * (stock(ids).logits.double() - expected).abs().mean()
+    model.generate(ids, **SHORT)
+    assert hf_fastpath.report(model).stats["fast_tokens"] == SHORT["max_new_tokens"]
+
+
+def test_bitsandbytes_saved_by_transformers(tmp_path):
+    small().save_pretrained(tmp_path / "plain")
+    model, weights = load_in_4bit(tmp_path / "plain", torch.bfloat16)
+    model.save_pretrained(tmp_path / "quantized")
+    said = explain(str(tmp_path / "quantized"))
+    assert said.fast and "repacks as nf4" in said.checkpoint
+    loaded = load(tmp_path / "quantized", dtype=torch.bfloat16)
+    hf_fastpath.patch(loaded, keep_original=False, quiet=True)
+    for name, weight in weights.items():
+        assert torch.equal(loaded.get_submodule(name).packed.dequantize(torch.bfloat16), weight)
+    hf_fastpath.save_packed(loaded, tmp_path / "ours")
+    again, ids = hf_fastpath.load_packed(tmp_path / "ours", quiet=True), prompt(CPU)
+    assert torch.equal(again.generate(ids, **SHORT), loaded.generate(ids, **SHORT))
+
+
+@pytest.mark.parametrize("how", ("file", "recorded"))
+def test_lora_over_bitsandbytes(how, tmp_path):
+    """QLoRA: the adapters stay as they are, and what they stand around is repacked."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    small().save_pretrained(tmp_path)
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    quantized, weights = load_in_4bit(tmp_path, torch.float32)
+    model = peft.get_peft_model(quantized, config).eval()
+    same = peft.get_peft_model(load(tmp_path, dtype=torch.float32), config).eval()
+    same.load_state_dict({name: each for name, each in model.state_dict().items() if "lora_" in name}, strict=False)
+    for name, weight in weights.items():
+        layer = same.base_model.model.get_submodule(name)
+        getattr(layer, "base_layer", layer).weight = nn.Parameter(weight, requires_grad=False)
+    before, ids = tensors_of(model), prompt(CPU)
+    with hidden_files() if how == "recorded" else nullcontext():
+        hf_fastpath.patch(model, quiet=True)
+        with counting(model) as counts:
+            found = model.generate(ids, **SHORT)
+    assert counts.fast == SHORT["max_new_tokens"] and not counts.reasons
+    assert sum(type(module) is PackedLinear for module in model.modules()) == len(weights)
+    assert_same_tokens(found, same.generate(ids, **SHORT))
+    hf_fastpath.unpatch(model)
+    after = tensors_of(model)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
 # ---- GPTQ and AWQ, both loaded by gptqmodel ----------------------------------------------------------------

@@ -20,6 +20,7 @@ from accelerate.hooks import attach_align_device_hook
 from causal_lm_types import small_model
 from habits import habit_model
 from models import CPU, SHORT, build, counting, prompt, require_native
+from quantized import Linear4bit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -122,6 +123,13 @@ def of_a_checkpoint(**attributes) -> set[str]:
     made = cls(204, 112, bias=False)
     vars(made).update(dict(bits=4, group_size=102, g_idx=torch.zeros(204)) | attributes)
     model.model.layers[0].mlp.down_proj = made
+    return declined(model)
+
+
+def of_short_blocks() -> set[str]:
+    """Make a projection as bitsandbytes makes it, with a scale for each 32 weights."""
+    model, layer = build("llama"), Linear4bit(torch.randn(112, 204), "nf4", 32)
+    model.model.layers[0].mlp.down_proj = layer
     return declined(model)
 
 
@@ -370,6 +378,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "adapter_names": adapter_names,
     "compressed_tensors": lambda: of_package("compressed_tensors.linear.compressed_linear"),
     "quantized_format": lambda: of_a_checkpoint(bits=3),
+    "quantized_blocks": of_short_blocks,
     "quantized_in_use": lambda: of_a_checkpoint(linear_mode="inference"),
     "quantized_order": lambda: of_a_checkpoint(qweight=torch.zeros(1)),
     "unsupported_projection": unsupported_projection,
@@ -504,6 +513,7 @@ NAMES = {
     "compressed_tensors": "model.layers.0.mlp.up_proj: compressed_tensors.linear.compressed_linear.Linear",
     "quantized_format": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "quantized_order": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
+    "quantized_blocks": "model.layers.0.mlp.down_proj: bitsandbytes.somewhere.Linear4bit",
     "quantized_in_use": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "unsupported_config": "sliding_window=1",
     "instance_forward": "model.layers.0.mlp: LlamaMLP, forward is test_reasons.instance_forward",

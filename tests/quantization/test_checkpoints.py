@@ -216,8 +216,8 @@ def activations_of_torchao(case):
     return made
 
 
-def codebook(case):
-    return of_package("bitsandbytes", "Linear4bit", nn.Linear)(8, 8)
+def of_eight_bits(case):
+    return of_package("bitsandbytes", "Linear8bitLt", nn.Linear)(8, 8)
 
 
 def zero_of_sixteen(case):
@@ -235,7 +235,7 @@ def zero_of_sixteen(case):
         (float_quants, dict(), "quantized_format"),
         (with_adapter, dict(), "quantized_format"),
         (activations_of_torchao, dict(), "quantized_format"),
-        (codebook, dict(), "quantized_format"),
+        (of_eight_bits, dict(), "quantized_format"),
         (zero_of_sixteen, dict(), "quantized_format"),
         (gptq, dict(group=32), "quantized_format"),  # zero points for 32 weights
         (gptq, dict(group=16, symmetric=True), "quantized_format"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from causal_lm_types import small_config
 from models import CPU, SHORT, build, counting, prompt, require_native
+from quantized import Linear4bit
 from safetensors.torch import load_file, save_file
 from test_checkpoints import Case, awq, compressed, gptq, read, torchao
 from torch import nn
@@ -53,6 +54,14 @@ def of_torchao(bits=4, group=128, symmetric=False, kind="IntxWeightOnlyConfig", 
     return dict(quant_method="torchao", quant_type=dict(default=dict(_type=kind, _version=version, _data=data)))
 
 
+def of_bitsandbytes(**changes) -> dict:
+    return dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4") | changes
+
+
+def bitsandbytes(case: Case, kind: str = "nf4") -> nn.Module:
+    return Linear4bit(case.weight, kind)
+
+
 @pytest.mark.parametrize(
     ("said", "make", "case"),
     (
@@ -76,6 +85,8 @@ def of_torchao(bits=4, group=128, symmetric=False, kind="IntxWeightOnlyConfig", 
         (of_torchao(4, 32, True), torchao, dict(symmetric=True, group=32)),
         (of_torchao(8, 128), torchao, dict(bits=8)),
         (of_torchao(kind="Int8WeightOnlyConfig"), lambda case: torchao(case, "Int8Tensor"), ROWS_OF_8),
+        (of_bitsandbytes(), bitsandbytes, dict()),
+        (dict(load_in_4bit=True), lambda case: bitsandbytes(case, "fp4"), dict()),
     ),
 )
 def test_a_config_tells_what_the_layers_will(said, make, case):
@@ -111,7 +122,8 @@ def test_a_config_tells_what_the_layers_will(said, make, case):
         (of_torchao(kind="Int4WeightOnlyConfig"), "quantized_format"),
         (of_torchao(kind="Int8WeightOnlyConfig", version=1), "quantized_format"),
         (dict(quant_method="torchao", quant_type="int4_weight_only"), "quantized_format"),
-        (dict(quant_method="bitsandbytes", load_in_4bit=True), "quantized_format"),
+        (dict(quant_method="bitsandbytes", load_in_8bit=True), "quantized_format"),
+        (dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="int4"), "quantized_format"),
     ),
 )
 def test_what_has_no_counterpart_says_why(said, reason):
@@ -149,8 +161,9 @@ def with_config(architecture: str, said: dict):
         (of_gptq(symmetric=True), "int4", 4 + 24 / 128),
         (of_awq(), "int4", 4 + 24 / 128),
         (of_torchao(kind="Int8WeightOnlyConfig"), "int8", 8 + 16 / 128),
+        (of_bitsandbytes(), "nf4", 4 + 32 / 64),
     ),
-    ids=("compressed", "compressed_32", "gptq", "awq", "torchao"),
+    ids=("compressed", "compressed_32", "gptq", "awq", "torchao", "bitsandbytes"),
 )
 def test_what_is_repacked_is_fast_and_small(architecture, said, format, bits):
     config = build(architecture, **SIZES).config
@@ -199,6 +212,8 @@ def test_every_method_has_an_answer(method):
     assert method in found.checkpoint
     if method in known:
         assert found.fast and "repacks as int4" in found.checkpoint
+    elif method == "bitsandbytes_4bit":
+        assert found.fast and "repacks as fp4" in found.checkpoint
     elif method in DEQUANTIZED and not torch.cuda.is_available():
         assert found.fast and "dequantizes" in found.checkpoint and found.unsupported is None
     elif not torch.cuda.is_available():
@@ -248,3 +263,11 @@ def test_a_folder_that_transformers_dequantizes(write, tmp_path):
     with counting(ours) as counts:
         ours.generate(prompt(CPU), **SHORT)
     assert counts.fast and not counts.fallback
+
+
+def test_rows_that_are_no_whole_blocks_are_not_repacked():
+    """bitsandbytes' blocks of 64 go on in the next row of 160."""
+    config = build("llama", **SIZES | dict(intermediate_size=160)).config
+    config.quantization_config = of_bitsandbytes()
+    found = explain_config(config, "x")
+    assert not found.fast and "does not repack" in found.checkpoint and "no whole number of blocks" in str(found)
