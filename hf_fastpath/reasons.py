@@ -73,8 +73,7 @@ REASONS: dict[str, Reason] = {
     ),
     "adapter_names": Reason(
         "the call names an adapter for each of its rows (adapter_names=), and PEFT's layers sort the rows by these",
-        "call generate() for the rows of each adapter together, behind model.set_adapter(name): once one adapter is "
-        "known, others of its kind decode in the loop at once",
+        "call generate() for the rows of one adapter at a time, behind model.set_adapter(name)",
     ),
     "quantized_format": Reason(
         "another package has quantized the weights, and patch() does not repack them: they have no exact counterpart "

@@ -6,7 +6,14 @@ from hf_fastpath.decode.placed.local_models import LocalPart
 from hf_fastpath.decode.placed.offloaded import OffloadedPart
 from hf_fastpath.decode.placed.shards import ShardedPart
 from hf_fastpath.decode.sources.described import DescribedPart
-from hf_fastpath.decode.sources.step_source import AnyLength, Biases, CachedAttention, Origin, ServedLengths, StepSource
+from hf_fastpath.decode.sources.step_source import (
+    AnyLength,
+    CachedAttention,
+    Origin,
+    ServedLengths,
+    StepSource,
+    ValueOfModel,
+)
 from hf_fastpath.recording.by_length import ByLength
 from hf_fastpath.recording.family import Recorded
 from hf_fastpath.recording.layers import RecordedAttention
@@ -39,6 +46,8 @@ def lengths(described: AnyLength, recorded: ByLength) -> list[ServedLengths]:
     return [described, recorded]
 
 
-def parts(attention: RecordedAttention, biases: BiasTable, family: Recorded) -> tuple[CachedAttention, Biases, Origin]:
+def parts(
+    attention: RecordedAttention, value: BiasTable | MadeOfModel, family: Recorded
+) -> tuple[CachedAttention, ValueOfModel, Origin]:
     """Do as :func:`sources` for what sources hold."""
-    return attention, biases, family
+    return attention, value, family

@@ -31,7 +31,7 @@ from .lowering import Lowering
 from .position_tables import PositionTable, position_tables
 from .prompts import RecordedPrompts
 from .proof import reason_against
-from .recorded_step import BiasTable, Recording, Unrecordable
+from .recorded_step import Recording, Unrecordable
 from .step import why_other_in_training
 from .swapped import adopt
 from .tensors import modules_reason, sizes_reason, tensors_reason
@@ -147,9 +147,9 @@ class RecordedPart(WholeModel):
         recording = self.recording(batch, 1)
         return [[recording.fact(each) for each in states] for states in recording.states]
 
-    def biases(self, batch: int) -> list[BiasTable]:
-        """Return the tables of what is added to scores of ``batch`` sequences, which a plan fills when it begins."""
-        return self.recording(batch, 1).biases
+    def values_of_model(self, batch: int) -> list[Any]:
+        """Return what steps of ``batch`` sequences make of the model alone, which a plan fills when it begins."""
+        return self.recording(batch, 1).values
 
     def record(self, program: Program, to: Lower, given: StepInputs) -> Any:
         """Emit a step; return the register of the logits.
@@ -158,7 +158,7 @@ class RecordedPart(WholeModel):
             Unrecordable: something in it has no place in a plan.
         """
         recording, encoded = self.recording(*given.positions.shape), given.at[self.devices[0]].encoded
-        tables = zip(recording.biases, given.biases, strict=True)
+        tables = zip(recording.values, given.values, strict=True)
         held = {each.register.index: program.shared(table, True) for each, table in tables}
         held[recording.tokens.index] = program.shared(given.tokens)
         held[recording.positions.index] = program.shared(given.positions)

@@ -241,6 +241,11 @@ class RecordedPrompts:
         self._declined.discard(key)
         return made
 
+    def begin(self, form: Recording) -> None:
+        """Make ready for a prompt what its recording makes of the model alone."""
+        for value in form.values:
+            value.fill(value.memory(self._part.embedding.weight.device))
+
     def prepare(self, cache: FastpathCache, batch: int) -> None:
         """Make an empty cache ready for a prompt."""
         part, recording = self._part, self._part.recording(batch, 1)

@@ -68,15 +68,46 @@ class BiasTable:
 
     def fill(self, table: torch.Tensor) -> None:
         """Compute the biases into ``table``, as the model's tensors are now."""
-        values: dict[int, Any] = {}
         held = (each for call in self.calls for each in call.arguments.values() if isinstance(each, torch.Tensor))
         device = next((each.device for each in held if each.dim()), table.device)  # of the model's table
-        for call in self.calls:
-            arguments = {name: _replaced(each, values) for name, each in call.arguments.items()}
+        table.copy_(_result(self.calls, self.scores, device)[0, :, 0].flip(-1)[:, : table.shape[1]])
+
+
+@dataclass(frozen=True)
+class MadeOfModel:
+    """What calls make of the model's tensors alone: a norm of a weight, a product of small matrices. Each recording has
+    memory for it, which its calls read as they read a weight.
+
+    Attributes:
+        register: of the result.
+        calls: that make it.
+        tensor: the memory.
+    """
+
+    register: Register
+    calls: list[Call]
+    tensor: torch.Tensor
+
+    def memory(self, device: torch.device) -> torch.Tensor:
+        """Return the memory, which is where calls read it."""
+        return self.tensor
+
+    def fill(self, memory: torch.Tensor) -> None:
+        """Compute the value, as the model's tensors are now."""
+        with torch.no_grad():
+            memory.copy_(_result(self.calls, self.register))
+
+
+def _result(calls: Sequence[Call], wanted: Register, device: torch.device | None = None) -> torch.Tensor:
+    """Return what calls make of the model's tensors alone; with ``device``, on that."""
+    values: dict[int, Any] = {}
+    for call in calls:
+        arguments = {name: _replaced(each, values) for name, each in call.arguments.items()}
+        if device is not None:
             arguments |= {name: device for name, each in arguments.items() if isinstance(each, torch.device)}
-            op, ordered = bound(call.op, arguments)
-            values[call.out.index] = op(*ordered)
-        table.copy_(values[self.scores.index][0, :, 0].flip(-1)[:, : table.shape[1]])
+        op, ordered = bound(call.op, arguments)
+        values[call.out.index] = op(*ordered)
+    return values[wanted.index]
 
 
 @dataclass
@@ -100,7 +131,7 @@ class Recording:
         states: registers of the states of each of the cache's layers; calls read and write these.
         state_places: where each layer's states are in the layer, see ``compat.RecordingCache.states``.
         encoded: of each layer of a decoder behind an encoder, what it attends to; empty without an encoder.
-        biases: tables of what is added to scores.
+        values: what calls read that is made of the model's tensors alone: tables, and results of other calls.
         encoder_output: register of the encoder's output itself, or None.
         encoded_length: places of the encoder's output when the step was recorded; 0 without an encoder.
         linears: names of linear layers whose weights only their own calls read, those of one input together; none of a
@@ -130,7 +161,7 @@ class Recording:
     states: list[list[Register]] = field(default_factory=list)
     state_places: list[list[tuple[str, int]]] = field(default_factory=list)
     encoded: list[EncodedLayer] = field(default_factory=list)
-    biases: list[BiasTable] = field(default_factory=list)
+    values: list[BiasTable | MadeOfModel] = field(default_factory=list)
     encoder_output: Register | None = None
     encoded_length: int = 0
     linears: list[list[str]] = field(default_factory=list)

@@ -11,7 +11,7 @@ import torch
 from .. import compat
 from ..decode.calls.named_calls import Call
 from ..decode.model.weight import AdaptedWeight, Adapter
-from .recorded_step import Recording
+from .recorded_step import BiasTable, MadeOfModel, Recording
 
 
 def adopt(self: Any, kept: Any, differs: Sequence[str]) -> bool:
@@ -84,9 +84,18 @@ class Swap:
         Raises:
             OtherScale: see there.
         """
+        values = [self._value_of_model(each) for each in found.values]
         weights = [(matrix, self._weight(weight)) for matrix, weight in found.stand_ins]
-        tables = [replace(each, calls=self._calls(each.calls)) for each in found.biases]
-        return replace(found, calls=self._calls(found.calls), spans=[], stand_ins=weights, biases=tables)
+        return replace(found, calls=self._calls(found.calls), spans=[], stand_ins=weights, values=values)
+
+    def _value_of_model(self, value: BiasTable | MadeOfModel) -> BiasTable | MadeOfModel:
+        calls = self._calls(value.calls)
+        if isinstance(value, BiasTable):
+            return replace(value, calls=calls)
+        made = torch.empty_like(value.tensor)
+        self._instead[id(value.tensor)] = made
+        self._of_memory[_memory(value.tensor)] = value.tensor, made
+        return replace(value, calls=calls, tensor=made)
 
     def _calls(self, calls: Sequence[Call]) -> list[Call]:
         given = ({name: self.value(each) for name, each in call.arguments.items()} for call in calls)

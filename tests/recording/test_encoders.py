@@ -108,7 +108,7 @@ def test_relative_positions_are_a_table_by_distance():
     model = small_model("t5")
     attention = model.decoder.block[0].layer[0].SelfAttention
     recording = part_of(model).recording(1, 1)
-    (table,) = recording.biases
+    (table,) = recording.values
     heads, distances = table.shape
     assert heads == attention.n_heads and 100 < distances <= attention.relative_attention_max_distance
     memory = table.memory(CPU)
@@ -124,7 +124,7 @@ def test_relative_positions_are_a_table_by_distance():
 
 def test_every_layer_may_have_relative_positions_of_its_own():
     recording = part_of(small_model("umt5")).recording(1, 1)
-    assert len(recording.biases) == len(recording.encoded) == 2
+    assert len(recording.values) == len(recording.encoded) == 2
 
 
 def test_weights_of_relative_positions_may_change():

@@ -177,7 +177,7 @@ def test_a_pass_that_is_switched_off_leaves_its_calls(monkeypatch):
 
 
 def described(recording: Recording) -> tuple:
-    last = texts(recording.calls), len(recording.biases), sorted(recording.mutated)
+    last = texts(recording.calls), len(recording.values), sorted(recording.mutated)
     return *last, [call.out.index for call in recording.calls].index(recording.logits.index)
 
 

@@ -82,9 +82,9 @@ class WaitingPlan(DecodePlan):
 
     @property
     def can_wait(self) -> bool:
-        """Whether nothing of what was written when the plan began can change between two forwards: tables of what is
-        added to scores are of the model's weights."""
-        return not self._biases
+        """Whether nothing of what was written when the plan began can change between two forwards: values of the model
+        are of its weights."""
+        return not self._values
 
     def wait(self, on_loss: Any) -> None:
         """Let go of the cache until the next forward over it.

@@ -101,6 +101,7 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
     batch, query_len = prompt.tokens.shape
     past, dtype, device = cache.get_seq_length(), part.embedding.weight.dtype, prompt.tokens.device
     form = _form(part, prompt, past)
+    part.prompts.begin(form)
     if not past:
         part.prompts.prepare(cache, batch)
     cache.reserve(query_len)

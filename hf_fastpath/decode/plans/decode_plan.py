@@ -105,8 +105,8 @@ class DecodePlan:
             self.program: Program = Stages(part, self.device) if len(self.memory) > 1 else program_of(part, self.device)
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
             self.states = [list(map(like, found)) for found in part.states(batch)]
-            #: tables of what is added to scores, each with the memory where the program reads it
-            self._biases = [(each, each.memory(self.device)) for each in part.biases(batch)]
+            #: values that are made of the model alone, each with the memory where the program reads it
+            self._values = [(each, each.memory(self.device)) for each in part.values_of_model(batch)]
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             layers = len(part.layers) if part.has_encoder else 0
             self._encoded = EncodedMemory(self.program, layers, batch, part.devices) if layers else None
@@ -171,8 +171,8 @@ class DecodePlan:
             encoded = None if self._encoded is None else self._encoded.on(device)
             at[device] = Positions({}, lens, starts, *fixed, encoded)
         tables = {} if self._angles is None else self._angles.registers
-        biases = [memory for _, memory in self._biases]
-        given = StepInputs(self.inputs, self.positions, tables, self._caches, self.states, biases, at)
+        values = [memory for _, memory in self._values]
+        given = StepInputs(self.inputs, self.positions, tables, self._caches, self.states, values, at)
         return part.record(self.program, to, given), step
 
     def _made_for(self, of_sequence: int) -> Step:
@@ -222,13 +222,16 @@ class DecodePlan:
         if self._encoded is not None:
             assert encoded is not None
             self._encoded.bind(encoded)
-        for table, memory in self._biases:
-            table.fill(memory)
+        self._fill_values()
         self.cache, self._held = cache, cache.get_seq_length()
         self._ahead = [position - self._held for position in positions.tolist()]
         self._shifts, self._covered = [0] * self.batch, range(0)
         self.program.renew()
         self.bind()
+
+    def _fill_values(self) -> None:
+        for value, memory in self._values:
+            value.fill(memory)
 
     def bind(self) -> None:
         """Tell the program where the cache's buffers are, if other code than its steps may have moved them."""
@@ -335,13 +338,15 @@ class DecodePlan:
         return self.logits
 
     def follow_edits(self) -> None:
-        """Before a :meth:`step`: take on a cache that a callback of ``generate()`` has shortened or lengthened.
+        """Before a :meth:`step`: take on weights that a callback of ``generate()`` has changed, and a cache that it has
+        shortened or lengthened.
 
         Positions go on as before.
         """
         if self.cache.reserve(1):
             self.bind()
         self._hold_states()
+        self._fill_values()
         self.program.renew()
         if all(layer.cumulative_length == self._held for layer in self.cache.counting_layers):
             return

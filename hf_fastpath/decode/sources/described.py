@@ -56,8 +56,8 @@ class DescribedPart(ModelPart):
         """Return nothing: layers hold keys and values alone."""
         return []
 
-    def biases(self, batch: int) -> list[Any]:
-        """Return nothing: no layer adds biases to its scores."""
+    def values_of_model(self, batch: int) -> list[Any]:
+        """Return nothing: calls read the model's tensors."""
         return []
 
     @property

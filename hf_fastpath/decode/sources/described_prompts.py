@@ -43,6 +43,9 @@ class DescribedPrompts:
                 return False
         return True
 
+    def begin(self, form: Any) -> None:
+        """Do nothing: calls read the model's tensors."""
+
     def prepare(self, cache: FastpathCache, batch: int) -> None:
         for index, layer in enumerate(self._part.layers):
             cache.prepare(index, *empty_states(layer.attention, self._part.embedding.weight, batch))

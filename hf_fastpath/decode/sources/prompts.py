@@ -74,6 +74,9 @@ class Prompts(Protocol):
             is_padded: rows begin with padding.
         """
 
+    def begin(self, form: Any) -> None:
+        """Make ready what the calls for a prompt of ``form`` read besides the model's tensors."""
+
     def prepare(self, cache: FastpathCache, batch: int) -> None:
         """Make an empty cache ready for a prompt."""
 

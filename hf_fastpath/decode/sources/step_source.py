@@ -35,7 +35,7 @@ class StepInputs:
         tables: kind of layer -> registers of the tables of cos and sin; empty without rotary embedding.
         caches: registers of each layer's keys and values.
         states: of each layer, memory for its states.
-        biases: memory of each table of what is added to scores.
+        values: of the model, see :class:`ValueOfModel`; the memory of each.
         at: device -> the places of the new tokens for calls there, as yet without angles.
     """
 
@@ -44,7 +44,7 @@ class StepInputs:
     tables: Mapping[str | None, tuple[Any, Any]]
     caches: Sequence[KVCache]
     states: Sequence[Sequence[torch.Tensor]]
-    biases: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
     at: Mapping[torch.device, Positions]
 
 
@@ -56,14 +56,15 @@ class Origin(Protocol):
         """Name of the transformers module that defines the model's class."""
 
 
-class Biases(Protocol):
-    """A table of what is added to scores."""
+class ValueOfModel(Protocol):
+    """What a step makes of the model's tensors alone, and a plan has in memory of its own: a table of what is added to
+    scores, a norm of a weight."""
 
     def memory(self, device: torch.device) -> torch.Tensor:
-        """Return memory for the table."""
+        """Return memory for the value."""
 
     def fill(self, memory: torch.Tensor) -> None:
-        """Write the table there."""
+        """Write the value there, as the model's tensors are now."""
 
 
 class ServedLengths(Protocol):
@@ -186,8 +187,8 @@ class StepSource(Protocol):
     def states(self, batch: int) -> Sequence[Sequence[torch.Tensor]]:
         """Return tensors like the states that each layer holds of ``batch`` sequences."""
 
-    def biases(self, batch: int) -> Sequence[Biases]:
-        """Return the tables of what is added to scores, which a plan fills when it begins."""
+    def values_of_model(self, batch: int) -> Sequence[ValueOfModel]:
+        """Return what steps make of the model's tensors alone, which a plan fills when it begins."""
 
     # ---- where its tensors are ------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from ..probing import agree, structure
 from ..recorded_step import Recording, read_by
 from .regions import Memory
 from .showing import alike, shown
+from .views import RESHAPES
 
 _aten = torch.ops.aten
 
@@ -109,8 +111,8 @@ def fronts(
         if attend.op is not op or attend.arguments.get("other") is not None:
             continue
         append = producers[attend.arguments["states"].index]
-        for norms in with_norms:
-            front = front_of(recording, producers, at_positions, append, attend, norms)
+        for norms, by_heads in itertools.product(with_norms, (False, True)):
+            front = front_of(recording, producers, at_positions, append, attend, norms, by_heads)
             if front is None:
                 continue
             key = structure_of(recording, *front)
@@ -121,9 +123,11 @@ def fronts(
                 break
 
 
-def front_of(recording, producers, at_positions, append: Call, attend: Call, with_norms: bool):
-    """Return what queries, keys and values are made of: the projections or norms, the angles, and the calls between,
-    which are also norms without weights if ``with_norms``."""
+def front_of(recording, producers, at_positions, append: Call, attend: Call, with_norms: bool, by_heads: bool = False):
+    """Return what queries, keys and values are made of: projections, norms or what other calls make with a tensor of
+    the model's; the angles; and the calls between, which are also norms without weights if ``with_norms``.
+
+    With ``by_heads``, they are made of whatever is viewed as heads: a projection with something behind it."""
     sources: dict[int, Register] = {}
     tables: dict[int, Register] = {}
     calls: dict[int, Call] = {}
@@ -149,8 +153,14 @@ def front_of(recording, producers, at_positions, append: Call, attend: Call, wit
             return True
         if (marks.is_mark(call.op) and not is_inside) or len(calls) > 200:
             return False
+        if by_heads and call.op in RESHAPES and _splits(recording, call):
+            calls[call.out.index] = call
+            flat = read_by(call)[0]
+            sources[flat.index] = flat
+            return True
         if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in call.arguments.values()):
-            return False  # a tensor may be the model's own, and change
+            sources[register.index] = register  # the tensor may be the model's own, and change
+            return True
         calls[call.out.index] = call
         return all(visit(each) for each in read_by(call))
 
@@ -160,6 +170,12 @@ def front_of(recording, producers, at_positions, append: Call, attend: Call, wit
         return None
     ordered = [call for call in recording.calls if call.out.index in calls]
     return list(sources.values()), list(tables.values()), ordered
+
+
+def _splits(recording: Recording, call: Call) -> bool:
+    """Whether a view makes heads of features."""
+    before, behind = recording.fact(call.arguments["self"]).shape, recording.fact(call.out).shape
+    return len(behind) == len(before) + 1 and behind[:-2] == before[:-1]
 
 
 def _is_plain_norm(call: Call) -> bool:

@@ -24,7 +24,7 @@ def position_biases(recording: Recording, model: nn.Module) -> None:
             continue
         if bias.index not in known:
             table = _table(recording, bias)
-            recording.biases.append(table)
+            recording.values.append(table)
             known[bias.index] = table.register
         attend.arguments["bias"] = known[bias.index]
 

@@ -15,6 +15,7 @@ from . import (
     late_sums,
     lengths,
     masked_writes,
+    model_values,
     modules,
     own_attention,
     position_bias,
@@ -233,5 +234,17 @@ RECOGNIZED: tuple[Pass, ...] = (
             "constant_views": "parts of a mask of the model are looked at as tensors",
         },
         needed="keys and values in a cache are read by attention alone",
+    ),
+    Pass(
+        "model_values",
+        model_values.model_values,
+        "It finds what calls make of parameters alone, and makes a tensor of it that is filled when a plan begins.",
+        {
+            "constant_views": "a view of a parameter is the parameter, and no value of its own",
+            "module_formulas": "a norm may add to its weight",
+            "gated_delta_steps": "rates of a state's decay are made of parameters, and the op does that",
+            "selective_state_steps": "rates of a state's decay are made of parameters, and the op does that",
+            "position_biases": "a table over distances is a value of the model, too",
+        },
     ),
 )

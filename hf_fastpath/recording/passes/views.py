@@ -25,6 +25,11 @@ _OF_CONSTANTS = frozenset(
 )
 
 
+def is_view(call: Call) -> bool:
+    """Whether a call's result is a view, or a copy, of what it is given."""
+    return call.op in _OF_CONSTANTS or call.op in RESHAPES
+
+
 def constant_views(recording: Recording, model: nn.Module) -> None:
     """Pass: replace views of the model's tensors by tensors that share the memory."""
     values: dict[int, Any] = {}
