@@ -20,7 +20,7 @@ from hf_fastpath.recording.layers import RecordedAttention
 from hf_fastpath.recording.local_part import LocalRecordedPart
 from hf_fastpath.recording.part import RecordedPart
 from hf_fastpath.recording.placed_part import PlacedPart
-from hf_fastpath.recording.recorded_step import BiasTable
+from hf_fastpath.recording.recorded_step import BiasTable, MadeOfModel
 from hf_fastpath.recording.spread_part import SpreadPart
 
 DESCRIBED = (DescribedPart, LocalPart, ShardedPart, OffloadedPart)
