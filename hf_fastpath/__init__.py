@@ -24,6 +24,7 @@ _PUBLIC = {
     "report": "patching.api",
     "verify": "check.verification",
     "compare_formats": "check.quality",
+    "profile": "profiling.profiler",
     "save_packed": "packed_files.saving",
     "load_packed": "packed_files.loading",
     "FastpathCache": "cache.fastpath_cache",

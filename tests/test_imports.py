@@ -18,7 +18,7 @@ KNOWN: set[tuple[str, ...]] = set()
 ORDERS = {
     "hf_fastpath": (
         *("compat", "native", "quantization", "ops", "cache", "linears", "patches", "decode", "recording", "replacing"),
-        *("parity", "patching", "packed_files", "check", "bench", "cli"),
+        *("parity", "patching", "packed_files", "check", "bench", "profiling", "cli"),
     ),
     "hf_fastpath.decode": ("calls", "ranks", "run", "model", "lower", "sources", "state", "placed", "plans", "loops"),
 }

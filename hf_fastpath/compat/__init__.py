@@ -114,6 +114,7 @@ from .generation import (
 from .hearing import hearing, is_logging, unheard
 from .host_memory import lock_pages, unlock_pages
 from .imported import file_digest, is_elsewhere, is_file_of, module_digest, unchanged_digest
+from .kernel_records import KernelRecord, kernel_records, put_marker
 from .layouts import layouts_hold
 from .models import (
     FORWARD_NOTES,

@@ -74,6 +74,7 @@ class PatchState:
         prefixes: what is kept of texts, or None.
         has_trained: whether a forward with gradients has run. From then on forwards over whole texts run stock code,
             with and without gradients, so that a log-probability is the same in both.
+        torch_percent: share of a step in PyTorch's calls, once ``profile()`` has measured it; else None.
     """
 
     options: Options
@@ -90,6 +91,7 @@ class PatchState:
     waiting: set[int] = field(default_factory=set)
     texts: Texts = field(default_factory=Texts)
     has_trained: bool = False
+    torch_percent: float | None = None
 
     def __post_init__(self) -> None:
         self.aside = Aside(self.ledger)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -106,6 +106,19 @@ class Program:
             for target, place, index in holes:
                 target[place] = values[index]
             values[out] = op(*arguments)
+
+    def run_each(self) -> Iterator[tuple[Call, Callable[..., Any], list[Any], Any]]:
+        """Make every call as :meth:`run` does, for who looks at each.
+
+        Yields:
+            Behind each call: the call, the function that it was, its arguments in the function's order, and its result.
+        """
+        values = self.values
+        for call, (op, arguments, holes, out) in zip(self.calls, self._bound or self._bind()):
+            for target, place, index in holes:
+                target[place] = values[index]
+            values[out] = op(*arguments)
+            yield call, op, arguments, values[out]
 
     def run_once(self, given: Iterable[tuple[Any, Any]]) -> Any:
         """Make every call.

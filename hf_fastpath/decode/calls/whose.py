@@ -1,0 +1,45 @@
+"""Whose code runs a call: an op of this package, a function of PyTorch's, or nobody's, if a call computes nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...registry import NAMESPACE
+from .named_calls import Call
+
+
+def is_ours(op: Callable[..., Any]) -> bool:
+    """Whether a call is an op of this package."""
+    return isinstance(op, torch._ops.OpOverload) and op.namespace == NAMESPACE
+
+
+def is_view(op: Callable[..., Any]) -> bool:
+    """Whether a call computes nothing: it gives a part of what it is given."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return op is operator.getitem
+    returns = op._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def is_torchs(op: Callable[..., Any]) -> bool:
+    """Whether a call makes PyTorch compute something: a function of PyTorch's, or one of ours that is made of such."""
+    return not is_ours(op) and not is_view(op)
+
+
+def op_name(op: Callable[..., Any]) -> str:
+    """Return the name of what a call runs."""
+    if is_ours(op):
+        return op._schema.name.partition("::")[2]
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op).removesuffix(".default")
+    return getattr(op, "__name__", str(op))
+
+
+def torch_calls(calls: Sequence[Call]) -> dict[str, int]:
+    """Return the names of PyTorch's calls in a list, and how many there are of each."""
+    return dict(Counter(op_name(call.op) for call in calls if is_torchs(call.op)))

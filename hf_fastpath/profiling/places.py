@@ -1,0 +1,111 @@
+"""Which module of a model each call of a step comes from."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..decode.calls.named_calls import Call, HeadNorms, Norm, read_by, tensors_in
+
+_aten = torch.ops.aten
+#: calls that read rows of a table of embeddings; with a weight that a head shares, other calls are the head's
+_LOOKUPS = (ops.step_inputs.overload, _aten.embedding.default, _aten.index_select.default, _aten.index.Tensor)
+
+
+class Places:
+    """The modules of a model, found by where their tensors lie in memory.
+
+    Args:
+        model: the model whose paths are given.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._modules = dict(model.named_modules())
+        #: address of a storage -> (first byte, end, path of the module) of each parameter and buffer in it
+        self._owners: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        for path, module in self._modules.items():
+            own = module._parameters, module._buffers
+            for tensor in (each for held in own for each in held.values() if each is not None):
+                if (extent := _extent(tensor)) is not None:
+                    self._owners[extent[0]].append((*extent[1:], path))
+
+    def main(self, call: Call) -> list[str]:
+        """Return the paths of the modules that a call computes: of norms only if there is nothing else."""
+        norms = tuple(each for each in call.arguments.values() if isinstance(each, (Norm, HeadNorms)))
+        others = [each for each in call.arguments.values() if not isinstance(each, (Norm, HeadNorms))]
+        return list(dict.fromkeys(self._of_tensors(call, others) or self._of_tensors(call, norms)))
+
+    def _of_tensors(self, call: Call, arguments: object) -> list[str]:
+        found: list[str] = []
+        for tensor in tensors_in(arguments):
+            if (extent := _extent(tensor)) is None:
+                continue
+            storage, first, end = extent
+            paths = [path for low, high, path in self._owners.get(storage, ()) if low < end and first < high]
+            tables = [path for path in paths if isinstance(self._modules[path], nn.Embedding)]
+            if tables and len(tables) < len(paths):  # a table that the head shares
+                paths = tables if call.op in _LOOKUPS else [path for path in paths if path not in tables]
+            found += paths
+        return found
+
+    def of_calls(self, calls: Sequence[Call]) -> list[list[str]]:
+        """Return the paths of the modules that each call of a step comes from; an empty path is the whole model.
+
+        A call without weights belongs to the module around the newest call whose result it reads: attention to the
+        module that holds the projections, a sum to the one that holds what is added.
+        """
+        makers = {call.out.index: place for place, call in enumerate(calls)}
+        around: list[str] = []  # of each call: the module that a call on its result without weights belongs to
+        found: list[list[str]] = []
+        for call in calls:
+            own = self.main(call)
+            if own:
+                around.append(common(own) if len(own) > 1 else parent(own[0]))
+            else:
+                read = [makers[each.index] for each in read_by(call) if each.index in makers]
+                own = [around[max(read)] if read else ""]
+                around.append(own[0])
+            found.append(own)
+        return found
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """Return the address of a tensor's storage, and its first byte and end; None for a tensor without elements."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.numel() or tensor.is_meta:
+        return None
+    if tensor.layout is not torch.strided:
+        return None
+    first = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.untyped_storage().data_ptr(), first, first + (last + 1) * tensor.element_size()
+
+
+def parent(path: str) -> str:
+    """Return the path of the module that holds the one at ``path``."""
+    return path.rpartition(".")[0]
+
+
+def common(paths: Sequence[str]) -> str:
+    """Return the path of the innermost module that holds all of ``paths``."""
+    return ".".join(os.path.commonprefix([path.split(".") for path in map(parent, paths)]))
+
+
+def shown(paths: Sequence[str]) -> str:
+    """Return paths as one: ``model.layers.0.self_attn.{q_proj, k_proj}``."""
+    if len(paths) == 1:
+        return paths[0]
+    around = common(paths)
+    inner = [path[len(around) + 1 :] if around else path for path in paths]
+    return f"{around}.{{{', '.join(inner)}}}" if around else f"{{{', '.join(inner)}}}"
+
+
+def layer_of(paths: Sequence[str]) -> str:
+    """Return the path of the layer that modules are in, up to its number (``model.layers.0``); empty for none."""
+    parts = common(paths).split(".") if len(paths) > 1 else paths[0].split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
