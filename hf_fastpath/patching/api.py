@@ -316,4 +316,5 @@ def report(model: nn.Module) -> Report:
         raise ValueError(f"this {type(model).__name__} is not patched: call hf_fastpath.patch(model) first")
     part = state.plans.part_of(model) if state.loop_reason is None else None
     moved = 0 if state.huge_pages is None else state.huge_pages.num_bytes
-    return Report.of(state.decided, part, state.stats, moved)
+    step = next((each.program.calls for each in state.plans), ())
+    return Report.of(state.decided, part, state.stats, moved, step, state.torch_percent)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..cache.pages import PageCounts
+from ..decode.calls.named_calls import Call
+from ..decode.calls.whose import torch_calls
 from ..decode.loops.eligibility import torch_reason, uncovered_reason
 from ..decode.placed import fetch, page_lock
 from ..decode.sources.step_source import StepSource
@@ -47,6 +50,9 @@ class Report:
             models there behind ``patch()``.
         host_bytes: bytes of weights that a step copies from host memory to a GPU.
         page_locked_bytes: bytes of host memory that the process has page-locked for that now, for all models.
+        step_calls: number of calls of the newest step, 0 if none is kept.
+        torch_calls: those of them that are PyTorch's, name -> number.
+        torch_percent: share of a step in PyTorch's calls, as ``profile()`` has measured it last; else None.
         stats: counters since ``patch()``: fast and fallback tokens, reasons, tokens per second.
     """
 
@@ -61,16 +67,29 @@ class Report:
     huge_page_bytes: int
     host_bytes: int
     page_locked_bytes: int
+    step_calls: int
+    torch_calls: dict[str, int]
+    torch_percent: float | None
     stats: dict
 
     @classmethod
-    def of(cls, plan: PatchPlan, part: StepSource | None, stats: Stats, huge_page_bytes: int = 0) -> Report:
+    def of(
+        cls,
+        plan: PatchPlan,
+        part: StepSource | None,
+        stats: Stats,
+        huge_page_bytes: int = 0,
+        step: Sequence[Call] = (),
+        torch_percent: float | None = None,
+    ) -> Report:
         """Make the present report of a model.
 
         Args:
             plan: the plan that was made of the model.
             part: the model in its roles as it is now, or None.
             stats, huge_page_bytes: counted since the model was patched.
+            step: the calls of the newest step.
+            torch_percent: share of a step in PyTorch's calls, if it was measured.
         """
         loop_reason = loop_reason_now(plan, part)
         declined = Counter(f"{kind}: {reason}" for _, kind, reason in plan.declined)
@@ -92,6 +111,9 @@ class Report:
             huge_page_bytes=huge_page_bytes,
             host_bytes=0 if part is None else fetch.host_bytes(part),
             page_locked_bytes=page_lock.locked_bytes(),
+            step_calls=len(step),
+            torch_calls=torch_calls(step),
+            torch_percent=torch_percent,
             stats=stats.to_dict(),
         )
 
@@ -119,6 +141,8 @@ class Report:
         if self.host_bytes:
             locked = f"{self.page_locked_bytes / 1e9:.3f} GB are page-locked now"
             lines.append(f"  bus: {self.host_bytes / 1e9:.3f} GB of weights come from host memory for a step; {locked}")
+        if self.step_calls:
+            lines.append(f"  step: {self._step()}")
         stats = self.stats
         if stats["fast_tokens"] or stats["fallback_tokens"]:
             speed = stats["last_tokens_per_second"]
@@ -138,6 +162,14 @@ class Report:
         if self.loop == "fast":
             return self.loop
         return f"stock ({explained(self.loop, _several(self.details.get(f'loop: {self.loop}', [])))})"
+
+    def _step(self) -> str:
+        """Return how much of a step is PyTorch's."""
+        names = (name if count == 1 else f"{count} {name}" for name, count in self.torch_calls.items())
+        of_torch = f"{sum(self.torch_calls.values())} of {self.step_calls} calls are PyTorch's"
+        shown = f" ({', '.join(names)})" if self.torch_calls else ""
+        share = "" if self.torch_percent is None else f", {self.torch_percent:.1f} % of its time when profiled"
+        return of_torch + shown + share
 
     def _declined(self, what: str) -> str:
         part, _, code = what.partition(": ")

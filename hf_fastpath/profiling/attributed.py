@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from ..decode.run.program import Program
 from . import kernels
 from .described import Described
 from .places import Places
-from .steps import WARM, Clocked, Marked, Plain, Replayed, Runner, middle
+from .steps import CLOCKED, PLAIN, WARM, Clocked, Marked, Plain, Replayed, Runner, middle
 from .times import Scaled
 
 #: ops that make all layers, and what is behind them, in one call
@@ -85,17 +86,14 @@ def taken_apart(
     return us, within + [None] * (len(us) - len(within)), scaled
 
 
-def _mean(values: Sequence[float]) -> float:
-    return middle([[each] for each in values])[0]
-
-
 def on_cpu(session: Calls) -> Times:
     """Measure by a clock around each call."""
     runner = Clocked(places=session.places)
     session.generate(runner, session.tokens + 2)  # one step describes the calls, and the last has no step behind it
     program = runner.program
     one, described = middle(runner.shares(program)), runner.described[id(program)]
-    us, within, scaled = list(one), [None] * len(one), None
+    us, scaled = list(one), None
+    within: list[str | None] = [None] * len(one)
     method = "a clock behind each call, in every second step"
     if (place := place_of_one_call(program)) is not None:
         listed = Clocked(places=session.places, every=1)
@@ -103,12 +101,8 @@ def on_cpu(session: Calls) -> Times:
         described = listed.described[id(listed.program)]
         op = op_name(program.calls[place].op)
         us, within, scaled = taken_apart(one, place, op, middle(listed.shares(listed.program)))
-    plain = _mean(runner.plain_us(program))
-    profiled = [(times[-1] - times[0]) / 1e3 for number, times in runner.clocks if runner.programs[number] is program]
-    wall = _mean(runner.wall_us(program))
-    return Times(
-        method, described, us, within, scaled, plain, wall, wall - plain + _mean(profiled), runner.batch, runner.context
-    )
+    plain = runner.plain_us(program), *(runner.wall_us(program, how) for how in (PLAIN, CLOCKED))
+    return Times(method, described, us, within, scaled, *map(median, plain), runner.batch, runner.context)
 
 
 def on_gpu(session: Calls) -> Times:
@@ -139,7 +133,7 @@ def on_gpu(session: Calls) -> Times:
     wall = plain.seconds / (plain.count - WARM) * 1e6
     profiled = (replayed.ended - replayed.first) / (replayed.count - WARM) * 1e6
     return Times(
-        method, described, us, within, scaled, _mean(plain.step_us), wall, profiled, plain.batch, plain.context
+        method, described, us, within, scaled, median(plain.step_us), wall, profiled, plain.batch, plain.context
     )
 
 

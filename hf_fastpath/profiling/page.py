@@ -8,7 +8,6 @@ from html import escape
 from . import picture
 from .times import StepTimes
 
-
 _STYLE = (
     ":root{color-scheme:light dark}"
     "body{font:14px system-ui,sans-serif;max-width:1200px;margin:1.5rem auto;padding:0 1rem;"

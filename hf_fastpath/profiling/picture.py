@@ -10,7 +10,6 @@ from html import escape
 from .described import KINDS, PYTORCH, VIEWS
 from .times import CallTime, StepTimes
 
-
 #: width of the picture, of the names of layers, and of the numbers behind the bars, in pixels
 _WIDTH, _NAMES, _NUMBERS = 960, 170, 150
 #: height of a layer, of its bar and of the bar of its limit

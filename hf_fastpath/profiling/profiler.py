@@ -29,6 +29,9 @@ from .times import CallTime
 
 #: fewest steps that are measured, so that each way to run a step has some
 LEAST_TOKENS = 4
+#: calls in front of what is measured: kernels are loaded, graphs captured, a recorded step is proven, and the second
+#: prompt of a recorded model is recorded
+_WARM_CALLS = 2
 #: calls of ``generate()`` over which energy is counted at most
 _MOST_CALLS = 64
 #: one profile at a time: runners of two would count each other's work
@@ -194,7 +197,8 @@ def _profiled(
     inside = patched_model(model)
     part = _check_part(state, inside)
     session = Session(model, state, inputs, tokens)
-    session.generate(Runner(), LEAST_TOKENS)  # kernels are loaded and graphs captured; a recorded step is proven
+    for _ in range(_WARM_CALLS):
+        session.generate(Runner(), LEAST_TOKENS)
     session.first_token_us.clear()
     times: Times = on_cpu(session) if session.device.type == "cpu" else on_gpu(session)
     joules, of_what = _energy(session)

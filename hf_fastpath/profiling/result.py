@@ -15,7 +15,8 @@ from .times import CallTime, Scaled, StepTimes
 
 @dataclass(frozen=True)
 class StepProfile(StepTimes):
-    """What ``profile()`` returns: printable, data through ``to_dict()`` and ``to_json()``, a picture through ``save()``;
+    """What ``profile()`` returns: printable, data through ``to_dict()`` and ``to_json()``, a picture by ``save()``.
+
     :class:`.times.StepTimes` has the attributes."""
 
     def to_dict(self) -> dict[str, Any]:

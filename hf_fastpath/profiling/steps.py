@@ -22,6 +22,8 @@ from .described import Described, describe
 from .energy import Meter
 from .places import Places
 
+#: how a step was run on a CPU
+PLAIN, CLOCKED = "plain", "clocked"
 #: steps of a call that are left out: the first runs eagerly, the second captures
 WARM = 2
 
@@ -221,18 +223,18 @@ class Clocked(Describing):
     Attributes:
         every: a clock is looked at in each so many-th step.
         clocks: of each step with a clock: its number, and nanoseconds at its begin and behind each call.
-        spans: of each step: when it began and ended, in seconds, and whether it was as it is without a clock.
+        spans: of each step: when it began and ended, in seconds, and PLAIN or CLOCKED, or empty if it does not count.
     """
 
     every: int = 2
     clocks: list[tuple[int, list[int]]] = field(default_factory=list)
-    spans: list[tuple[float, float, bool]] = field(default_factory=list)
+    spans: list[tuple[float, float, str]] = field(default_factory=list)
 
     def run(self, plan: DecodePlan) -> None:
         start, clocks, known = time.perf_counter(), len(self.clocks), id(plan.program) in self.described
         super().run(plan)
-        is_plain = known and len(self.clocks) == clocks and self.count >= WARM
-        self.spans.append((start, time.perf_counter(), is_plain))
+        how = "" if not known or self.count < WARM else PLAIN if len(self.clocks) == clocks else CLOCKED
+        self.spans.append((start, time.perf_counter(), how))
 
     def run_known(self, plan: DecodePlan) -> None:
         if self.count < WARM or self.count % self.every:
@@ -252,12 +254,12 @@ class Clocked(Describing):
     def plain_us(self, program: Program) -> list[float]:
         """Return the microseconds of each step of a program without a clock."""
         spans = zip(self.spans, self.programs)
-        return [(end - start) * 1e6 for (start, end, is_plain), its in spans if is_plain and its is program]
+        return [(end - start) * 1e6 for (start, end, how), its in spans if how == PLAIN and its is program]
 
-    def wall_us(self, program: Program) -> list[float]:
-        """Return the microseconds from each step of a program without a clock to the next step."""
+    def wall_us(self, program: Program, how: str) -> list[float]:
+        """Return the microseconds from each step of a program, PLAIN or CLOCKED, to the next step."""
         found = zip(self.spans, self.spans[1:], self.programs)
-        return [(behind[0] - span[0]) * 1e6 for span, behind, its in found if span[2] and its is program]
+        return [(behind[0] - span[0]) * 1e6 for span, behind, its in found if span[2] == how and its is program]
 
 
 @dataclass

@@ -146,7 +146,7 @@ class StepTimes:
         ]
         if self.scaled is not None:
             lines.append(
-                f"  {self.scaled.op} makes all layers in one call of {self.scaled.us:,.1f} us. Its calls were timed one "
+                f"  {self.scaled.op} makes all layers in one call of {self.scaled.us:,.1f} us: its calls were timed one "
                 f"by one ({self.scaled.list_us:,.1f} us) and scaled to that"
             )
         return lines
@@ -192,7 +192,8 @@ def _mean_of(layers: list[tuple[str, list[CallTime]]]) -> tuple[str, list[CallTi
     if len(layers) == 1:
         return title, calls
     means = [_mean([each[place] for _, each in layers]) for place in range(len(calls))]
-    return f"{title}, and {len(layers) - 1} layers like it, to {layers[-1][0]} (means)", means
+    others = f"{len(layers) - 1} layers like it, to {layers[-1][0]}" if len(layers) > 2 else f"{layers[1][0]} like it"
+    return f"{title}, and {others} (means)", means
 
 
 def _mean(alike: Sequence[CallTime]) -> CallTime:

@@ -33,9 +33,9 @@ def is_torchs(op: Callable[..., Any]) -> bool:
 
 def op_name(op: Callable[..., Any]) -> str:
     """Return the name of what a call runs."""
-    if is_ours(op):
-        return op._schema.name.partition("::")[2]
     if isinstance(op, torch._ops.OpOverload):
+        if op.namespace == NAMESPACE:
+            return op._schema.name.partition("::")[2]
         return str(op).removesuffix(".default")
     return getattr(op, "__name__", str(op))
 
