@@ -101,8 +101,10 @@ def on_cpu(session: Calls) -> Times:
         described = listed.described[id(listed.program)]
         op = op_name(program.calls[place].op)
         us, within, scaled = taken_apart(one, place, op, middle(listed.shares(listed.program)))
-    plain = runner.plain_us(program), *(runner.wall_us(program, how) for how in (PLAIN, CLOCKED))
-    return Times(method, described, us, within, scaled, *map(median, plain), runner.batch, runner.context)
+    plain, wall, profiled = (
+        median(each) for each in (runner.plain_us(program), *(runner.wall_us(program, how) for how in (PLAIN, CLOCKED)))
+    )
+    return Times(method, described, us, within, scaled, plain, wall, profiled, runner.batch, runner.context)
 
 
 def on_gpu(session: Calls) -> Times:

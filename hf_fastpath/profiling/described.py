@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..decode.calls.named_calls import Call, tensors_in
-from ..decode.calls.whose import is_ours, is_view, op_name
+from ..decode.calls.whose import is_ours, is_torchs, is_view, op_name
 from ..native import loader
 from ..quantization import PackedWeight
 from ..registry import get
@@ -35,7 +35,7 @@ PYTORCH, VIEWS = "PyTorch", "views"
 KINDS = (*OPS, PYTORCH, VIEWS)
 _KIND_OF = {op: kind for kind, found in OPS.items() for op in found}
 #: what a call may be run by
-KERNELS, REFERENCE = "hf_fastpath", "hf_fastpath reference"
+KERNELS, REFERENCE, TORCH, PYTHON = "hf_fastpath", "hf_fastpath reference", "PyTorch", "Python"
 #: calls of PyTorch's that read rows of their first tensor, as many as they give
 _GATHERS = ("embedding", "index_select", "gather", "index", "take", "take_along_dim")
 
@@ -48,7 +48,7 @@ class Described:
         op: its name: an op's, a PyTorch function's with its namespace, or a Python function's.
         kind: one of KINDS.
         runs: ``"hf_fastpath"`` for a kernel, ``"hf_fastpath reference"`` for an op without a kernel for the device,
-            ``"PyTorch"``, or ``"views"`` if nothing is computed.
+            ``"PyTorch"``, or ``"Python"`` for an element of a tuple.
         layer: path of the layer that it is in, empty outside of layers.
         module: path of the module, or modules, that it comes from.
         shape: of its result; empty if it gives no tensor, or several.
@@ -76,7 +76,7 @@ def kind_of(op: Callable[..., Any]) -> str:
 def runs(op: Callable[..., Any], device: torch.device) -> str:
     """Return what runs a call, see :class:`Described`."""
     if not is_ours(op):
-        return kind_of(op)
+        return TORCH if is_torchs(op) else PYTHON
     has_kernel = device.type in get(op_name(op)).native and loader.is_native(device.type)
     return KERNELS if has_kernel else REFERENCE
 

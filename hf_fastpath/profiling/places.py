@@ -22,10 +22,13 @@ class Places:
 
     Args:
         model: the model whose paths are given.
+        embedding, head: the modules that a step uses, if others share their weights.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, embedding: object = None, head: object = None):
         self._modules = dict(model.named_modules())
+        named = {id(module): path for path, module in self._modules.items()}
+        self._embedding, self._head = named.get(id(embedding)), named.get(id(head))
         #: address of a storage -> (first byte, end, path of the module) of each parameter and buffer in it
         self._owners: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         for path, module in self._modules.items():
@@ -47,11 +50,16 @@ class Places:
                 continue
             storage, first, end = extent
             paths = [path for low, high, path in self._owners.get(storage, ()) if low < end and first < high]
-            tables = [path for path in paths if isinstance(self._modules[path], nn.Embedding)]
-            if tables and len(tables) < len(paths):  # a table that the head shares
-                paths = tables if call.op in _LOOKUPS else [path for path in paths if path not in tables]
-            found += paths
+            found += paths if len(paths) < 2 else self._used(paths, call.op in _LOOKUPS)
         return found
+
+    def _used(self, paths: list[str], is_lookup: bool) -> list[str]:
+        """Return which of the modules that share memory a call uses, as far as that is known."""
+        used = self._embedding if is_lookup else self._head
+        if used in paths:
+            return [path for path in paths if path == used]
+        alike = [path for path in paths if isinstance(self._modules[path], nn.Embedding) == is_lookup]
+        return alike or paths
 
     def of_calls(self, calls: Sequence[Call]) -> list[list[str]]:
         """Return the paths of the modules that each call of a step comes from; an empty path is the whole model.

@@ -21,7 +21,7 @@ from ..patching.state import PatchState, patched_model, state_of
 from ..reasons import explained, named
 from . import energy
 from .attributed import Times, on_cpu, on_gpu
-from .described import PYTORCH
+from .described import TORCH
 from .places import Places
 from .result import StepProfile
 from .steps import WARM, Plain, Runner, running
@@ -43,7 +43,7 @@ class Session:
 
     Args:
         model: as the user has given it.
-        state: of the patched model inside.
+        state, part: of the patched model inside.
         inputs: arguments of ``generate()`` by position and by name.
         tokens: steps that are measured.
 
@@ -53,12 +53,19 @@ class Session:
         tokens: as given.
     """
 
-    def __init__(self, model: Any, state: PatchState, inputs: tuple[tuple[Any, ...], dict[str, Any]], tokens: int):
+    def __init__(
+        self,
+        model: Any,
+        state: PatchState,
+        part: StepSource,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        tokens: int,
+    ):
         self._model, self._state = model, state
         self._first, self._named = inputs
         self.tokens = tokens
         self.device = compat.input_device(patched_model(model))
-        self.places = Places(patched_model(model))
+        self.places = Places(part.source, part.embedding, part.head)
         self.first_token_us: list[float] = []
 
     def generate(self, runner: Runner, tokens: int | None = None, as_list: bool = False) -> None:
@@ -196,7 +203,7 @@ def _profiled(
 ) -> StepProfile:
     inside = patched_model(model)
     part = _check_part(state, inside)
-    session = Session(model, state, inputs, tokens)
+    session = Session(model, state, part, inputs, tokens)
     for _ in range(_WARM_CALLS):
         session.generate(Runner(), LEAST_TOKENS)
     session.first_token_us.clear()
@@ -232,7 +239,7 @@ def _profiled(
         first_token_us=min(session.first_token_us),
         bandwidth=bandwidth,
         bytes=sum(each.bytes or 0 for each in calls),
-        torch_percent=sum(each.percent_of_step for each in calls if each.runs == PYTORCH),
+        torch_percent=sum(each.percent_of_step for each in calls if each.runs == TORCH),
         joules=joules,
         energy=of_what,
         scaled=times.scaled,

@@ -15,7 +15,7 @@ class CallTime:
         op: name of the op, or of PyTorch's or a Python function.
         kind: of what kind it is: products, attention, experts, states, adapters, norms, ends, ranks, PyTorch, views.
         runs: what runs it: ``"hf_fastpath"``, ``"hf_fastpath reference"`` (an op without a kernel for the device),
-            ``"PyTorch"``, or ``"views"`` if nothing is computed.
+            ``"PyTorch"``, or ``"Python"`` for an element of a tuple.
         layer: path of its layer (``model.layers.0``), empty outside of layers.
         module: path of the module that it comes from; of several, what they have in common and their names in braces.
         shape: of its result; empty if it gives no tensor, or several.
@@ -80,7 +80,7 @@ class StepTimes:
         first_token_us: from the call of ``generate()`` to the first token: the prompt, and an encoder.
         bandwidth: R, the bytes a second that the device reads at best.
         bytes: of all calls that are known.
-        torch_percent: share of the step in PyTorch's calls.
+        torch_percent: share of the step in calls that PyTorch runs, views among them.
         joules: of a step, of all sequences; None if there is no counter.
         energy: what the joules are of, or why there are none.
         scaled: how calls inside of one op were timed, or None.
@@ -146,8 +146,8 @@ class StepTimes:
         ]
         if self.scaled is not None:
             lines.append(
-                f"  {self.scaled.op} makes all layers in one call of {self.scaled.us:,.1f} us: its calls were timed one "
-                f"by one ({self.scaled.list_us:,.1f} us) and scaled to that"
+                f"  {self.scaled.op} makes all layers in one call of {self.scaled.us:,.1f} us; the calls were timed "
+                f"one by one ({self.scaled.list_us:,.1f} us) and scaled to that"
             )
         return lines
 

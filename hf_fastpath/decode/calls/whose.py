@@ -1,4 +1,4 @@
-"""Whose code runs a call: an op of this package, a function of PyTorch's, or nobody's, if a call computes nothing."""
+"""Whose code runs a call: an op of this package, a function of PyTorch's, or neither."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def is_view(op: Callable[..., Any]) -> bool:
 
 
 def is_torchs(op: Callable[..., Any]) -> bool:
-    """Whether a call makes PyTorch compute something: a function of PyTorch's, or one of ours that is made of such."""
-    return not is_ours(op) and not is_view(op)
+    """Whether PyTorch runs a call: a function of PyTorch's, also a view, or a function of ours that is made of such."""
+    return not is_ours(op) and op is not operator.getitem
 
 
 def op_name(op: Callable[..., Any]) -> str:
