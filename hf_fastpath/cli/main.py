@@ -1,4 +1,4 @@
-"""Command line: ``python -m hf_fastpath info | explain | verify | bench``.
+"""Command line: ``python -m hf_fastpath info | explain | verify | profile | bench``.
 
 torch and transformers, which take seconds, are imported by the commands that need them.
 """
@@ -19,6 +19,7 @@ from ..choices import HEADS, PackedFormat
 from ..progress import announced
 from ..reasons import REASONS
 from ..tables import table
+from . import profile_command
 
 FORMATS = tuple(format.label for format in PackedFormat)
 
@@ -105,15 +106,20 @@ def _load_model(given: argparse.Namespace) -> tuple[Any, Any]:
         return model.to(given.device).eval(), AutoTokenizer.from_pretrained(given.model, **remote)
 
 
+def _loaded(given: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[Any, Any]:
+    """Do as :func:`_load_model`; what cannot be loaded ends the program."""
+    try:
+        return _load_model(given)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        parser.error(f"{given.model!r} is no folder or model id of a causal LM with a tokenizer: {first}")
+
+
 def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from ..check.verification import verify
 
     given.device = given.device or _own_device()
-    try:
-        model, tokenizer = _load_model(given)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        parser.error(f"{given.model!r} is no folder or model id of a causal LM with a tokenizer: {first}")
+    model, tokenizer = _loaded(given, parser)
     try:
         if given.weights:
             return _compare_formats(given, model, tokenizer)
@@ -122,6 +128,14 @@ def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(str(error))
     print(json.dumps(result.to_dict(), indent=1) if given.json else result)
     return 0 if result.ok else 1
+
+
+def _profile(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    given.device = given.device or _own_device()
+    try:
+        return profile_command.run(given, lambda given: _loaded(given, parser))
+    except ValueError as error:  # an UnsupportedModelError is one
+        parser.error(str(error))
 
 
 def _compare_formats(given: argparse.Namespace, model: Any, tokenizer: Any) -> int:
@@ -263,6 +277,14 @@ def _main(argv: Sequence[str] | None) -> int:
     verify.add_argument("--tokens", type=arguments.count, default=4096, help="with --weights: of the text, at most")
     verify.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the weights")
     verify.add_argument("--json", action="store_true")
+    profile_command.add_arguments(
+        commands.add_parser(
+            "profile",
+            help="where the time of a decode step goes, call by call",
+            description="Exit status: 0 if the step was measured, 2 if stock code decodes for the model or an argument is "
+            "wrong, 3 after an error that nobody foresaw.",
+        )
+    )
     commands.add_parser(
         "bench",
         help="decode speed beside stock; bench gemv: layouts of quantized weights; see bench --help",
@@ -278,4 +300,6 @@ def _main(argv: Sequence[str] | None) -> int:
         return _info(given, command)
     if given.command == "explain":
         return _explain(given, command)
+    if given.command == "profile":
+        return _profile(given, command)
     return _verify(given, command)

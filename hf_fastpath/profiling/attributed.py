@@ -16,7 +16,7 @@ from ..decode.run.program import Program
 from . import kernels
 from .described import Described
 from .places import Places
-from .steps import CLOCKED, PLAIN, WARM, Clocked, Marked, Plain, Replayed, Runner, middle
+from .steps import CLOCKED, PLAIN, WARM, Clocked, Marked, Plain, Replayed, Runner, typical
 from .times import Scaled
 
 #: ops that make all layers, and what is behind them, in one call
@@ -91,7 +91,7 @@ def on_cpu(session: Calls) -> Times:
     runner = Clocked(places=session.places)
     session.generate(runner, session.tokens + 2)  # one step describes the calls, and the last has no step behind it
     program = runner.program
-    one, described = middle(runner.shares(program)), runner.described[id(program)]
+    one, described = typical(runner.shares(program)), runner.described[id(program)]
     us, scaled = list(one), None
     within: list[str | None] = [None] * len(one)
     method = "a clock behind each call, in every second step"
@@ -100,7 +100,7 @@ def on_cpu(session: Calls) -> Times:
         session.generate(listed, session.tokens + 1, as_list=True)
         described = listed.described[id(listed.program)]
         op = op_name(program.calls[place].op)
-        us, within, scaled = taken_apart(one, place, op, middle(listed.shares(listed.program)))
+        us, within, scaled = taken_apart(one, place, op, typical(listed.shares(listed.program)))
     plain, wall, profiled = (
         median(each) for each in (runner.plain_us(program), *(runner.wall_us(program, how) for how in (PLAIN, CLOCKED)))
     )
@@ -125,13 +125,13 @@ def on_gpu(session: Calls) -> Times:
             # the op starts the kernels of its calls in turn, so that nothing has to be scaled
             starts = [*starts[:place], *listed[place : place + count], *starts[place + 1 :]]
             within = [op if place <= each < place + count else None for each in range(len(starts))]
-            us = middle([kernels.added(step, starts) for step in steps])
+            us = typical([kernels.added(step, starts) for step in steps])
         else:
-            one = middle([kernels.added(step, starts) for step in steps])
+            one = typical([kernels.added(step, starts) for step in steps])
             others = _replays(session, as_list=True)[1]
-            us, within, scaled = taken_apart(one, place, op, middle([kernels.added(step, listed) for step in others]))
+            us, within, scaled = taken_apart(one, place, op, typical([kernels.added(step, listed) for step in others]))
     else:
-        us = middle([kernels.added(step, starts) for step in steps])
+        us = typical([kernels.added(step, starts) for step in steps])
     wall = plain.seconds / (plain.count - WARM) * 1e6
     profiled = (replayed.ended - replayed.first) / (replayed.count - WARM) * 1e6
     return Times(

@@ -27,7 +27,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "states": ("gated_delta_step", "selective_state_step", "short_convolution"),
     "adapters": ("lora_down", "lora_up"),
     "norms": ("rms_norm", "layer_norm", "add_rms_norm", "gated_rms_norm", "fused_swiglu", "fused_gelu"),
-    "ends": ("step_inputs", "greedy_token", "exponential_race", "read_stream"),
+    "tokens": ("step_inputs", "greedy_token", "exponential_race", "read_stream"),
     "ranks": ("sum_ranks", "gather_ranks"),
     "layers": ("decode_layers", "packed_layers"),
 }

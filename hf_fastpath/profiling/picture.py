@@ -24,7 +24,7 @@ _COLORS = {
     "states": ("#8a56ac", "#c295e4"),
     "adapters": ("#a8376b", "#ee85b5"),
     "norms": ("#8f7a12", "#d9c04a"),
-    "ends": ("#4a8c99", "#7cc7d6"),
+    "tokens": ("#4a8c99", "#7cc7d6"),
     "ranks": ("#6a7f2a", "#aac45c"),
     "layers": ("#3565c0", "#6d9bf1"),
     PYTORCH: ("#c02f3d", "#ff7b86"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,21 @@ from typing import Any
 from ..tables import table
 from . import page, picture
 from .times import CallTime, Scaled, StepTimes
+
+#: endings of the names of files that :meth:`StepProfile.save` writes
+ENDINGS = (".svg", ".html", ".json", ".txt")
+
+
+def check_name(path: str | Path) -> str:
+    """Return the ending of a file's name.
+
+    Raises:
+        ValueError: it is not one of ENDINGS.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in ENDINGS:
+        raise ValueError(f"save() got {str(path)!r}, expected a name that ends in {', '.join(ENDINGS)}")
+    return ending
 
 
 @dataclass(frozen=True)
@@ -50,16 +64,9 @@ class StepProfile(StepTimes):
         Raises:
             ValueError: the name has another ending.
         """
-        kinds: dict[str, Callable[[], str]] = {
-            ".svg": lambda: picture.svg(self),
-            ".html": lambda: page.html(self),
-            ".json": self.to_json,
-            ".txt": lambda: self.text(all_calls=True) + "\n",
-        }
-        ending = Path(path).suffix.lower()
-        if ending not in kinds:
-            raise ValueError(f"save() got {str(path)!r}, expected a name that ends in {', '.join(kinds)}")
-        Path(path).write_text(kinds[ending](), encoding="utf-8")
+        ending = check_name(path)
+        made = {".svg": picture.svg, ".html": page.html, ".json": StepProfile.to_json, ".txt": _all_text}[ending](self)
+        Path(path).write_text(made, encoding="utf-8")
 
     def __str__(self) -> str:
         return self.text()
@@ -91,3 +98,7 @@ class StepProfile(StepTimes):
 def _call(found: dict[str, Any]) -> CallTime:
     shapes = tuple(tuple(each) for each in found["weights"])
     return CallTime(**found | {"shape": tuple(found["shape"]), "weights": shapes})
+
+
+def _all_text(profile: StepProfile) -> str:
+    return profile.text(all_calls=True) + "\n"

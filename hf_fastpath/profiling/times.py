@@ -13,7 +13,7 @@ class CallTime:
     Attributes:
         number: place in the step's list of calls.
         op: name of the op, or of PyTorch's or a Python function.
-        kind: of what kind it is: products, attention, experts, states, adapters, norms, ends, ranks, PyTorch, views.
+        kind: of what kind it is: products, attention, experts, states, adapters, norms, tokens, ranks, PyTorch, views.
         runs: what runs it: ``"hf_fastpath"``, ``"hf_fastpath reference"`` (an op without a kernel for the device),
             ``"PyTorch"``, or ``"Python"`` for an element of a tuple.
         layer: path of its layer (``model.layers.0``), empty outside of layers.
@@ -138,7 +138,7 @@ class StepTimes:
             f"  a token: {self.wall_us:,.1f} us, of which the host costs {self.host_us:,.1f} us; "
             f"the first token: {self.first_token_us:,.1f} us",
             f"  a step: {self.us:,.1f} us under the profiler, {self.plain_us:,.1f} us without it "
-            f"(a token under the profiler: {self.profiled_wall_us:,.1f} us); means over {self.tokens} tokens",
+            f"(a token under the profiler: {self.profiled_wall_us:,.1f} us); medians of {self.tokens} tokens",
             f"  limit: {limit:,.1f} us for {self.bytes / 1e6:,.3f} MB at R = {self.bandwidth / 1e9:,.1f} GB/s: {share}",
             f"  PyTorch's calls: {self.torch_percent:.1f} % of the step",
             f"  energy: {self._energy()}",
