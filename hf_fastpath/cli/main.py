@@ -281,8 +281,8 @@ def _main(argv: Sequence[str] | None) -> int:
         commands.add_parser(
             "profile",
             help="where the time of a decode step goes, call by call",
-            description="Exit status: 0 if the step was measured, 2 if stock code decodes for the model or an argument is "
-            "wrong, 3 after an error that nobody foresaw.",
+            description="Exit status: 0 if the step was measured, 2 if stock code decodes for the model or an argument "
+            "is wrong, 3 after an error that nobody foresaw.",
         )
     )
     commands.add_parser(

@@ -48,8 +48,9 @@ def _nvml(device: torch.device) -> Meter | str:
     handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
     if status := library.nvmlInit_v2():
         return failed(status, "nvmlInit")
-    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    if status := library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)):
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+    if status := library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
         return failed(status, "nvmlDeviceGetHandleByUUID")
 
     def read() -> int:

@@ -151,6 +151,7 @@ class Plain(Runner):
         first, joules: when the measured steps began, and what the counter said.
         energy: joules of the measured steps.
         marks: of each measured step on a GPU, events in front of it and behind it.
+        spans: of each measured step elsewhere, its microseconds.
     """
 
     meter: Meter | None = None
@@ -158,14 +159,19 @@ class Plain(Runner):
     joules: float = 0.0
     energy: float = 0.0
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    spans: list[float] = field(default_factory=list)
 
     def run(self, plan: DecodePlan) -> None:
         if self.count == WARM:
             synchronize(plan.device)
             self.joules = self.meter.joules() if self.meter is not None else 0.0
             self.first = time.perf_counter()
-        if plan.device.type != "cuda" or self.count < WARM:
+        if self.count < WARM:
             return DecodePlan._run(plan)
+        if plan.device.type != "cuda":
+            start = time.perf_counter()
+            DecodePlan._run(plan)
+            return self.spans.append((time.perf_counter() - start) * 1e6)
         with torch.cuda.device(plan.device):
             before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
@@ -185,8 +191,8 @@ class Plain(Runner):
 
     @property
     def step_us(self) -> list[float]:
-        """Microseconds of each measured step on the GPU."""
-        return [before.elapsed_time(behind) * 1e3 for before, behind in self.marks]
+        """Microseconds of each measured step on its device."""
+        return self.spans or [before.elapsed_time(behind) * 1e3 for before, behind in self.marks]
 
 
 @dataclass
@@ -296,9 +302,9 @@ class Replayed(Runner):
 
 
 def typical(steps: Sequence[Sequence[float]]) -> list[float]:
-    """Return the times of the calls of a typical step: the median of each, all scaled alike to add up to the median step.
+    """Return the times of the calls of a typical step: medians, all scaled alike to add up to the median step.
 
-    What disturbs a call in fewer than half of the steps so changes nothing.
+    What disturbs a call in fewer than half of the steps changes nothing.
 
     Args:
         steps: times of the calls of each step.
