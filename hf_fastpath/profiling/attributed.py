@@ -14,7 +14,7 @@ from ..compat import kernel_records
 from ..decode.calls.whose import op_name
 from ..decode.run.program import Program
 from . import kernels
-from .described import Described
+from .described import CallFacts
 from .places import Places
 from .steps import CLOCKED, PLAIN, WARM, Clocked, Marked, Plain, Replayed, Runner, typical
 from .times import Scaled
@@ -49,7 +49,7 @@ class Times:
     """
 
     method: str
-    described: Sequence[Described]
+    described: Sequence[CallFacts]
     us: Sequence[float]
     within: Sequence[str | None]
     scaled: Scaled | None

@@ -41,7 +41,7 @@ _GATHERS = ("embedding", "index_select", "gather", "index", "take", "take_along_
 
 
 @dataclass(frozen=True)
-class Described:
+class CallFacts:
     """A call of a step.
 
     Attributes:
@@ -74,7 +74,7 @@ def kind_of(op: Callable[..., Any]) -> str:
 
 
 def runs(op: Callable[..., Any], device: torch.device) -> str:
-    """Return what runs a call, see :class:`Described`."""
+    """Return what runs a call, see :class:`CallFacts`."""
     if not is_ours(op):
         return TORCH if is_torchs(op) else PYTHON
     has_kernel = device.type in get(op_name(op)).native and loader.is_native(device.type)
@@ -129,7 +129,7 @@ def describe(
     arguments: Sequence[Any],
     result: Any,
     device: torch.device,
-) -> Described:
+) -> CallFacts:
     """Return what a call is, which has just run.
 
     Args:
@@ -138,7 +138,7 @@ def describe(
         op, arguments, result: as ``Program.run_each`` gives them.
         device: of the step.
     """
-    return Described(
+    return CallFacts(
         op=op_name(call.op),
         kind=kind_of(call.op),
         runs=runs(call.op, device),

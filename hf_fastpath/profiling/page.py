@@ -31,7 +31,7 @@ def html(profile: StepTimes) -> str:
         picture.svg(profile),
         _table(("kind", "calls", *_COLUMNS[3:7]), kinds),
     ]
-    for title, calls in profile.all_groups():
+    for title, calls in profile.layers():
         rows = [(call.op, call.module, call.sizes, *profile.cells(call.us, call.bytes), call.runs) for call in calls]
         parts.append(f"<h2>{escape(title)}</h2>{_table(_COLUMNS, rows)}")
     return (

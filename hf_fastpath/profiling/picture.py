@@ -48,7 +48,7 @@ def style() -> str:
 
 def svg(profile: StepTimes) -> str:
     """Return the picture as the text of an SVG file."""
-    groups = _rows(profile)
+    groups = [each for each in profile.layers() if any(call.us or call.bytes for call in each[1])]
     longest = max([*(sum(call.us for call in calls) for _, calls in groups), 1e-9])
     longest = max([longest, *(profile.limit_us(_bytes(calls)) for _, calls in groups)])
     scale = (_WIDTH - _NAMES - _NUMBERS) / longest
@@ -69,20 +69,6 @@ def svg(profile: StepTimes) -> str:
 
 def _title(profile: StepTimes) -> str:
     return f"A decode step of {profile.model} {profile.dtype}, batch {profile.batch}, context {profile.context}"
-
-
-def _rows(profile: StepTimes) -> list[tuple[str, list[CallTime]]]:
-    """Return the layers with their calls; what is outside of layers stands in front of them or behind."""
-    found: list[tuple[str, list[CallTime]]] = []
-    for name, calls in profile.all_groups():
-        if any(call.us or call.bytes for call in calls):
-            found.append((name, calls))
-    inside = [place for place, (_, calls) in enumerate(found) if calls[0].layer]
-    for place, (_, calls) in enumerate(found):
-        if not calls[0].layer:
-            name = "in front of layers" if inside and place < inside[0] else "behind layers"
-            found[place] = name if inside and not inside[0] < place < inside[-1] else "between layers", calls
-    return found if inside else [("the step", calls) for _, calls in found]
 
 
 def _bytes(calls: Sequence[CallTime]) -> int:

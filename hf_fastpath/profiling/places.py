@@ -64,22 +64,34 @@ class Places:
     def of_calls(self, calls: Sequence[Call]) -> list[list[str]]:
         """Return the paths of the modules that each call of a step comes from; an empty path is the whole model.
 
-        A call without weights belongs to the module around the newest call whose result it reads: attention to the
-        module that holds the projections, a sum to the one that holds what is added.
+        A call without weights belongs to the module around the newest call of a layer whose result it reads: attention
+        to the module that holds the projections, a sum to the one that holds what is added. If it reads no result, it
+        belongs to what the calls that read its own have in common.
         """
         makers = {call.out.index: place for place, call in enumerate(calls)}
-        around: list[str] = []  # of each call: the module that a call on its result without weights belongs to
-        found: list[list[str]] = []
-        for call in calls:
-            own = self.main(call)
-            if own:
-                around.append(common(own) if len(own) > 1 else parent(own[0]))
-            else:
-                read = [makers[each.index] for each in read_by(call) if each.index in makers]
-                own = [around[max(read)] if read else ""]
-                around.append(own[0])
-            found.append(own)
-        return found
+        reads = [[makers[each.index] for each in read_by(call) if each.index in makers] for call in calls]
+        found = [self.main(call) for call in calls]
+        around = [self._around(own) for own in found]  # the module of a call on its result without weights
+        for place, own in enumerate(found):
+            if not own:
+                paths = [around[each] for each in sorted(reads[place], reverse=True) if around[each]]
+                around[place] = next((path for path in paths if layer_of([path])), paths[0] if paths else "")
+        readers: list[list[int]] = [[] for _ in calls]
+        for place, read in enumerate(reads):
+            for each in read:
+                readers[each].append(place)
+        for place in reversed(range(len(calls))):
+            if not found[place] and not around[place]:
+                paths = [around[each] for each in readers[place] if around[each]]
+                around[place] = common(paths) if paths else ""
+        return [own or [path] for own, path in zip(found, around)]
+
+    def _around(self, paths: list[str]) -> str:
+        """Return the module around some: of one that holds others, itself."""
+        if len(paths) != 1:
+            return common(paths)
+        is_leaf = next(self._modules[paths[0]].children(), None) is None
+        return parent(paths[0]) if is_leaf else paths[0]
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int, int] | None:
@@ -99,8 +111,8 @@ def parent(path: str) -> str:
 
 
 def common(paths: Sequence[str]) -> str:
-    """Return the path of the innermost module that holds all of ``paths``."""
-    return ".".join(os.path.commonprefix([path.split(".") for path in map(parent, paths)]))
+    """Return the path of the innermost module that is, or holds, all of ``paths``."""
+    return ".".join(os.path.commonprefix([path.split(".") for path in paths]))
 
 
 def shown(paths: Sequence[str]) -> str:
@@ -108,12 +120,13 @@ def shown(paths: Sequence[str]) -> str:
     if len(paths) == 1:
         return paths[0]
     around = common(paths)
+    around = parent(around) if around in paths else around
     inner = [path[len(around) + 1 :] if around else path for path in paths]
     return f"{around}.{{{', '.join(inner)}}}" if around else f"{{{', '.join(inner)}}}"
 
 
 def layer_of(paths: Sequence[str]) -> str:
     """Return the path of the layer that modules are in, up to its number (``model.layers.0``); empty for none."""
-    parts = common(paths).split(".") if len(paths) > 1 else paths[0].split(".")
+    parts = common(paths).split(".")
     number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
     return "" if number is None else ".".join(parts[: number + 1])

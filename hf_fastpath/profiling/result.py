@@ -87,7 +87,7 @@ class StepProfile(StepTimes):
 
     def _calls(self, all_calls: bool) -> str:
         lines = []
-        for title, calls in self.all_groups() if all_calls else self.groups():
+        for title, calls in self.in_order() if all_calls else self.groups():
             rows = [(call.op, call.module, call.sizes, *self.cells(call.us, call.bytes), call.runs) for call in calls]
             columns = ("call", "module", "sizes", "us", "bytes", "% of R", "% of step", "by")
             words = ("call", "module", "sizes", "by")

@@ -19,7 +19,7 @@ from ..decode.plans.decode_plan import DecodePlan
 from ..decode.plans.plan_cache import PlanCache
 from ..decode.run.graph import random_numbers_in_turn
 from ..decode.run.program import Program
-from .described import Described, describe
+from .described import CallFacts, describe
 from .energy import Meter
 from .places import Places
 
@@ -205,7 +205,7 @@ class Describing(Runner):
     """
 
     places: Places | None = None
-    described: dict[int, list[Described]] = field(default_factory=dict)
+    described: dict[int, list[CallFacts]] = field(default_factory=dict)
 
     def run(self, plan: DecodePlan) -> None:
         if self.count < WARM or id(plan.program) in self.described:

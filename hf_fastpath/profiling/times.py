@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+#: titles of calls in no layer
+OUTSIDE, FRONT, BETWEEN, BEHIND = "outside of layers", "in front of layers", "between layers", "behind layers"
+
 
 @dataclass(frozen=True)
 class CallTime:
@@ -163,27 +166,34 @@ class StepTimes:
         share = f"{100 * us / self.us:.1f}" if self.us else "-"
         return f"{us:,.2f}", "-" if moved is None else f"{moved:,}", of_r, share
 
-    def all_groups(self) -> list[tuple[str, list[CallTime]]]:
-        """Return the calls in order, those of each layer under its path."""
+    def in_order(self) -> list[tuple[str, list[CallTime]]]:
+        """Return the calls in order, neighbors in a layer under its path."""
         found: list[tuple[str, list[CallTime]]] = []
         for call in self.calls:
             if not found or found[-1][1][0].layer != call.layer:
-                found.append((call.layer or "outside of layers", []))
+                found.append((call.layer or OUTSIDE, []))
             found[-1][1].append(call)
         return found
 
+    def layers(self) -> list[tuple[str, list[CallTime]]]:
+        """Return the layers with their calls, and what is in front of them, between them and behind them."""
+        inside = [place for place, call in enumerate(self.calls) if call.layer]
+        found: dict[str, list[CallTime]] = {}
+        for place, call in enumerate(self.calls):
+            title = call.layer or OUTSIDE
+            if inside and not call.layer:
+                title = FRONT if place < inside[0] else BETWEEN if place < inside[-1] else BEHIND
+            found.setdefault(title, []).append(call)
+        last = [title for title in (BETWEEN, BEHIND) if title in found]
+        return [(title, found[title]) for title in dict.fromkeys([*(each for each in found if each not in last), *last])]
+
     def groups(self) -> list[tuple[str, list[CallTime]]]:
-        """Do as :meth:`all_groups`, with layers that make the same calls under one title, as the means of each call."""
-        found: list[list[tuple[str, list[CallTime]]]] = []
-        where: dict[tuple, int] = {}
-        for title, calls in self.all_groups():
+        """Do as :meth:`layers`, with layers that make the same calls under one title, as the means of each call."""
+        found: dict[tuple, list[tuple[str, list[CallTime]]]] = {}
+        for title, calls in self.layers():
             alike = tuple((call.op, call.sizes, call.bytes, call.runs) for call in calls)
-            key = (alike, bool(calls[0].layer), None if calls[0].layer else len(found))
-            if key not in where:
-                where[key] = len(found)
-                found.append([])
-            found[where[key]].append((title, calls))
-        return [_mean_of(alike) for alike in found]
+            found.setdefault((alike, "" if calls[0].layer else title), []).append((title, calls))
+        return [_mean_of(alike) for alike in found.values()]
 
 
 def _mean_of(layers: list[tuple[str, list[CallTime]]]) -> tuple[str, list[CallTime]]:

@@ -405,6 +405,11 @@ def test_places():
     narrow = calls.emit(torch.ops.aten.mul.Tensor, wide, 2.0)
     calls.emit(ops.gemv.overload, narrow, table.weight)
     calls.emit(torch.ops.aten.neg.default, torch.ones(2))
+    state = calls.emit(torch.ops.aten.exp.default, torch.ones(120))
+    for layer in model.transformer.h:
+        calls.emit(torch.ops.aten.mm.default, state, layer.attn.c_attn.weight)
+    one = calls.emit(torch.ops.aten.exp.default, torch.ones(120))
+    calls.emit(torch.ops.aten.mm.default, one, layer.mlp.c_fc.weight)
     for places in (Places(model), Places(model, table, head)):
         assert places.of_calls(calls.calls) == [
             ["transformer.wte"],
@@ -412,10 +417,16 @@ def test_places():
             ["transformer.h.1.attn"],
             ["lm_head"],
             [""],
+            ["transformer.h"],
+            ["transformer.h.0.attn.c_attn"],
+            ["transformer.h.1.attn.c_attn"],
+            ["transformer.h.1.mlp"],
+            ["transformer.h.1.mlp.c_fc"],
         ]
     assert layer_of(["transformer.h.1.attn"]) == "transformer.h.1" and layer_of(["lm_head"]) == ""
     assert layer_of(["model.layers.3.a", "model.layers.3.b"]) == "model.layers.3"
     assert shown(["a.b.c", "a.b.d.e"]) == "a.b.{c, d.e}" and shown(["a", "b"]) == "{a, b}"
+    assert shown(["a.b", "a.b.c"]) == "a.{b, b.c}" and layer_of(["a.1", "a.1.c"]) == "a.1"
 
 
 def test_energy_of_a_cpu(tmp_path):
