@@ -37,7 +37,7 @@ def kernel_records(run: Callable[[], object], device: torch.device) -> tuple[str
         RuntimeError: the profiler records no kernels.
     """
     torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
         put_marker(device)
         torch.cuda.synchronize(device)
         run()

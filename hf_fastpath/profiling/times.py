@@ -184,8 +184,8 @@ class StepTimes:
             if inside and not call.layer:
                 title = FRONT if place < inside[0] else BETWEEN if place < inside[-1] else BEHIND
             found.setdefault(title, []).append(call)
-        last = [title for title in (BETWEEN, BEHIND) if title in found]
-        return [(title, found[title]) for title in dict.fromkeys([*(each for each in found if each not in last), *last])]
+        last = [(title, found.pop(title)) for title in (BETWEEN, BEHIND) if title in found]
+        return [*found.items(), *last]
 
     def groups(self) -> list[tuple[str, list[CallTime]]]:
         """Do as :meth:`layers`, with layers that make the same calls under one title, as the means of each call."""
