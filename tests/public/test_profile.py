@@ -156,7 +156,7 @@ def test_report_counts_the_calls_of_pytorch():
     assert set(report.torch_calls) == {"aten.select.int"} and "step: 1 of" in str(report)
 
 
-@pytest.mark.parametrize("weights", ("int8", "int4"))
+@pytest.mark.parametrize("weights", ("int8", "int4", "nf4"))
 def test_quantized_weights(weights, device):
     """The bytes are those of the quantized weights, under the names of the layers that they stand for."""
     require_native(device)
