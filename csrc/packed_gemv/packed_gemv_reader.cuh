@@ -39,9 +39,10 @@ struct TileRows {
 // Scales of a block, the first in the lowest bits, and its zero, in device memory.
 template <PackedFormat kFormat>
 __device__ __forceinline__ uint2 scales_of(const PackedMatrix& matrix, int row, int block) {
-  const uint16_t* from =
-      matrix.scales + int64_t(row) * matrix.groups + block * PackedSlot<kFormat, kRingWarps>::kScalesPerBlock;
-  if constexpr (Traits<kFormat>::kEachStretch) return __ldg(reinterpret_cast<const uint2*>(from));
+  constexpr int kHalves = PackedSlot<kFormat, kRingWarps>::kScalesPerBlock;
+  const uint16_t* from = matrix.scales + int64_t(row) * matrix.groups + block * kHalves;
+  static_assert(kHalves == 4 || kHalves <= 1, "a block's scales are eight bytes, or one of 16 bits");
+  if constexpr (kHalves == 4) return __ldg(reinterpret_cast<const uint2*>(from));
   return make_uint2(__ldg(from), 0);
 }
 // Where each stretch has one, two neighbors: of a lane's stretches of two blocks.
