@@ -38,9 +38,11 @@ class Places:
                     self._owners[extent[0]].append((*extent[1:], path))
 
     def main(self, call: Call) -> list[str]:
-        """Return the paths of the modules that a call computes: of norms only if there is nothing else."""
-        norms = tuple(each for each in call.arguments.values() if isinstance(each, (Norm, HeadNorms)))
-        others = [each for each in call.arguments.values() if not isinstance(each, (Norm, HeadNorms))]
+        """Return the paths of the modules that a call computes: of norms only if there is nothing else, and not of what
+        the call fetches for the next one."""
+        read = [each for name, each in call.arguments.items() if name != "next_weight"]
+        norms = tuple(each for each in read if isinstance(each, (Norm, HeadNorms)))
+        others = [each for each in read if not isinstance(each, (Norm, HeadNorms))]
         return list(dict.fromkeys(self._of_tensors(call, others) or self._of_tensors(call, norms)))
 
     def _of_tensors(self, call: Call, arguments: object) -> list[str]:
