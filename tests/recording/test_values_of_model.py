@@ -81,6 +81,21 @@ def test_adapters_of_all_kinds(kind, name):
     assert not stats.fallback_tokens and not stats.reasons, dict(stats.reasons)
 
 
+@pytest.mark.parametrize("kind", ("dora", "ia3"))
+def test_adapters_in_float32_of_a_model_in_bfloat16(kind):
+    """Casts between such an adapter and heads stay, so that the step is the model's but for rounding."""
+    require_native(CPU)
+    torch.manual_seed(3)
+    model = peft.get_peft_model(build("llama").bfloat16(), KINDS[kind](NAMES["llama"])).eval()
+    change(model, 0)
+    assert {each.dtype for each in model.parameters() if each.requires_grad} == {torch.float32}
+    hf_fastpath.patch(model, quiet=True)
+    for _ in range(2):
+        tokens(model)
+    stats = state_of(model.get_base_model()).stats
+    assert not stats.fallback_tokens and not stats.reasons, dict(stats.reasons)
+
+
 def test_base_weights_count():
     """DoRA's norms are of the base model's weights as well."""
     stock, ours = pair_of("dora")

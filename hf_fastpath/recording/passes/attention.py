@@ -166,7 +166,8 @@ def front_of(recording, producers, at_positions, append: Call, attend: Call, wit
 
     if not all(visit(each) for each in (attend.arguments["q"], append.arguments["k"], append.arguments["v"])):
         return None
-    if len(sources) not in (1, 3):
+    dtype = recording.fact(attend.arguments["q"]).dtype  # a cast between would be left out
+    if len(sources) not in (1, 3) or any(recording.fact(each).dtype != dtype for each in sources.values()):
         return None
     ordered = [call for call in recording.calls if call.out.index in calls]
     return list(sources.values()), list(tables.values()), ordered
