@@ -1,10 +1,12 @@
-"""Decoding with a LoRA adapter of PEFT on all projections of a layer, unmerged and merged in place, beside the same
-model without one.
+"""Decoding with an adapter of PEFT on all projections of a layer beside the same model without one; LoRA's also merged
+in place, and taken out for another one.
 
     python benchmarks/bench_adapters.py --model llama-3.1-8b --rank 16
+    python benchmarks/bench_adapters.py --model tinyllama --device cpu --dtype fp32 --kinds lora dora ia3 vera loha
 
 A listed family's step is recorded with its adapters. Weights are random. "first call" is the whole of the first
-``generate()`` behind a change of the adapter, for one token: the step is recorded and proven in it.
+``generate()`` behind a change of the adapter, for one token: the step is recorded and proven in it, unless another
+adapter of the same kind was there before.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,17 @@ from hf_fastpath.bench import measure, shapes
 from hf_fastpath.bench.measure import DTYPES
 
 NEW, STOCK_NEW, ROUNDS = 128, 16, 5
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+#: kind -> the configuration of an adapter of a rank
+KINDS: dict[str, Callable[[int], Any]] = {
+    "lora": lambda rank: peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False),
+    "dora": lambda rank: peft.LoraConfig(r=rank, target_modules=ALL, use_dora=True),
+    "ia3": lambda rank: peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=ALL[-1:]),
+    "vera": lambda rank: peft.VeraConfig(r=rank, target_modules=ALL[:1]),
+    "loha": lambda rank: peft.LoHaConfig(r=rank, target_modules=ALL),
+    "lokr": lambda rank: peft.LoKrConfig(r=rank, target_modules=ALL),
+    "adalora": lambda rank: peft.AdaLoraConfig(init_r=rank, r=rank, total_step=9, target_modules=ALL),
+}
 
 
 def our_speed(model: Any, patched: Any, ids: torch.Tensor) -> float:
@@ -50,6 +63,31 @@ def stock_speed(model: Any, ids: torch.Tensor) -> float:
     return STOCK_NEW / (seconds(model, ids, STOCK_NEW + 1) - seconds(model, ids, 1))
 
 
+def speeds_with(kind: str, model: nn.Module, given: argparse.Namespace, ids: torch.Tensor) -> tuple[dict, dict]:
+    """Return tokens a second, and seconds of first calls, with an adapter of a kind, which is taken off again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, KINDS[kind](given.rank)).to(DTYPES[given.dtype]).eval()
+    name = "adapter" if kind == "lora" else kind
+    speeds, first = {f"stock, {name}": stock_speed(adapted, ids)}, {}
+    hf_fastpath.patch(adapted, quiet=True)
+    first[name] = seconds(adapted, ids, 1)
+    speeds[f"ours, {name}"] = our_speed(adapted, model, ids)
+    if kind == "lora":
+        adapted.merge_adapter()
+        first["adapter merged in place"] = seconds(adapted, ids, 1)
+        speeds["ours, adapter merged in place"] = our_speed(adapted, model, ids)
+        adapted.unmerge_adapter()
+        first["adapter again"] = seconds(adapted, ids, 1)
+        adapted.add_adapter("another", KINDS[kind](given.rank))
+        adapted.to(DTYPES[given.dtype]).eval().set_adapter("another")
+        first["another adapter"] = seconds(adapted, ids, 1)
+    print(hf_fastpath.report(model))
+    hf_fastpath.unpatch(model)
+    adapted.unload()
+    return speeds, first
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = dict(prog=Path(__file__).name, description=__doc__)
     parser = argparse.ArgumentParser(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -58,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--kinds", nargs="+", default=["lora"], choices=list(KINDS))
     measure.add_csv_argument(parser)
     given = parser.parse_args(argv)
     device = torch.device(given.device)
@@ -65,33 +104,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = shapes.build_model(given.model, device, DTYPES[given.dtype])
     ids = shapes.prompt(model, 1, given.context)
     hf_fastpath.patch(model, quiet=True)
-    speeds = {"ours, no adapter": our_speed(model, model, ids)}
+    speeds, first = {"ours, no adapter": our_speed(model, model, ids)}, {}
     hf_fastpath.unpatch(model)
     speeds["stock, no adapter"] = stock_speed(model, ids)
     linears = {type(each): name for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     assert list(linears) == [nn.Linear], f"layers of other classes: {linears}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = peft.LoraConfig(r=given.rank, target_modules="all-linear", init_lora_weights=False)
-        adapted = peft.PeftModel(model, config).to(DTYPES[given.dtype]).eval()
-    speeds["stock, adapter"] = stock_speed(adapted, ids)
-    hf_fastpath.patch(adapted, quiet=True)
-    first = {"adapter": seconds(adapted, ids, 1)}
-    speeds["ours, adapter"] = our_speed(adapted, model, ids)
-    adapted.merge_adapter()
-    first["adapter merged in place"] = seconds(adapted, ids, 1)
-    speeds["ours, adapter merged in place"] = our_speed(adapted, model, ids)
-    adapted.unmerge_adapter()
-    first["adapter again"] = seconds(adapted, ids, 1)
-    print(hf_fastpath.report(model))
+    for kind in given.kinds:
+        more, took = speeds_with(kind, model, given, ids)
+        speeds, first = speeds | more, first | took
     for name, speed in speeds.items():
         print(f"{given.model} {given.dtype}, rank {given.rank}, context {given.context}, {name}: {speed:.1f} tok/s")
         if path is not None:
             row = {"model": given.model, "dtype": given.dtype, "rank": given.rank, "context": given.context}
             row |= {"what": name, "tok_s": round(speed, 1)}
             measure.append_csv(path, [measure.environment(device) | row])
-    for name, took in first.items():
-        print(f"first call, {name}: {took:.2f} s")
+    for name, duration in first.items():
+        print(f"first call, {name}: {duration:.2f} s")
     return 0
 
 
