@@ -13,6 +13,8 @@ from torch import nn
 _UNREAD = frozenset({"r", "lora_alpha", "use_rslora"})
 #: attributes of a layer that say which adapters it has and which of them are active
 _OF_ADAPTERS = frozenset({"_active_adapter", "adapter_layer_names", "other_param_names"})
+#: what of a module is looked at as its tensors and modules
+_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -60,13 +62,16 @@ def is_of_adapters(place: str, layers: Mapping[str, ActiveAdapters]) -> bool:
 
 
 def _of_layer(layer: nn.Module) -> ActiveAdapters:
-    names = {name for each in layer.adapter_layer_names for name in getattr(layer, each, None) or ()}
+    kept = {each: getattr(layer, each, None) for each in layer.adapter_layer_names}
+    names = {name for each in kept.values() for name in _names_in(each)}
     held = {
         name: value
         for name, value in {**vars(layer), **layer._modules}.items()
-        if _is_of_names(value, names) and name not in ("_modules", "_parameters", "_buffers")
+        if (found := _names_in(value)) and found <= names and name not in ("_modules", "_parameters", "_buffers")
     }
-    kinds, scales, tensors = [], [], []
+    # What holds something of adapters, but nobody knows how, is equal to nothing.
+    kinds: list[Any] = [object() for each in kept.values() if each is not None and not hasattr(each, "keys")]
+    scales, tensors = [], []
     for active in layer.active_adapters:
         of_one = {name: value[active] for name, value in held.items() if active in value}
         scale = of_one.get("scaling")
@@ -77,11 +82,16 @@ def _of_layer(layer: nn.Module) -> ActiveAdapters:
     return ActiveAdapters((type(layer), kinds), tuple(tensors), tuple(scales), _OF_ADAPTERS.union(held))
 
 
-def _is_of_names(value: Any, names: set[str]) -> bool:
-    """Whether a value holds something for adapters, by their names."""
-    if not isinstance(value, (dict, nn.ModuleDict, nn.ParameterDict)):
-        return False
-    return all(isinstance(each, str) and each in names for each in value.keys())
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple, set)) and not value
+
+
+def _names_in(value: Any) -> set[str]:
+    """Return the names that a dict holds something for, of whichever class it is; nothing of any other value."""
+    if not isinstance(value, (dict, nn.Module)) or not hasattr(value, "keys"):
+        return set()
+    found = set(value.keys())
+    return found if all(isinstance(each, str) for each in found) else set()
 
 
 def _kind(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -93,7 +103,8 @@ def _kind(value: Any, tensors: list[torch.Tensor]) -> Any:
         return type(value), value
     if isinstance(value, nn.Module):
         inside = {**value._parameters, **value._buffers, **value._modules}
-        plain = {name: each for name, each in vars(value).items() if isinstance(each, _PLAIN)}
-        hooks = [id(each) for name, each in vars(value).items() if name.endswith("_hooks") and each]
-        return type(value), [(name, _kind(each, tensors)) for name, each in (inside | plain).items()], hooks
+        space = {name: each for name, each in vars(value).items() if name not in _OF_MODULES}
+        plain = {name: each for name, each in space.items() if isinstance(each, _PLAIN)}
+        others = [id(each) for name, each in space.items() if name not in plain and not _is_empty(each)]
+        return type(value), [(name, _kind(each, tensors)) for name, each in (inside | plain).items()], others
     return type(value), id(value) if getattr(value, "__dict__", None) else None  # an object with values of its own

@@ -74,7 +74,8 @@ class Swap:
             factors = set(zip(old.scales, new.scales))
             for one, other in zip(old.tensors, new.tensors):
                 self._instead[id(one)] = other
-                self._of_memory[_memory(one)] = one, other
+                if self._of_memory.setdefault(_memory(one), (one, other))[0] is not one:
+                    raise ValueError("adapters whose tensors share memory")
                 if len(factors) == 1 and None not in (factor := next(iter(factors))):
                     self._scales[id(other)] = factor  # type: ignore[assignment]
 

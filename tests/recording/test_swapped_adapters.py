@@ -117,6 +117,43 @@ def test_hot_swap(monkeypatch, tmp_path):
         assert not made
 
 
+def test_buffers_of_adapters(monkeypatch):
+    """VeRA keeps its matrices as buffers, by the adapters' names, in a container of its own."""
+    require_native(CPU)
+    made = [peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"], projection_prng_key=3) for _ in range(2)]
+    stock = peft.get_peft_model(build("llama"), made[0], adapter_name="first")
+    stock.add_adapter("b", made[1])
+    generator = torch.Generator().manual_seed(2)
+    for path, each in (*stock.named_parameters(), *stock.named_buffers()):
+        if "vera" in path:
+            each.data.copy_(torch.randn(each.shape, generator=generator))
+    ours = copy.deepcopy(stock.eval())
+    hf_fastpath.patch(ours, quiet=True)
+    seen = []
+    for name in ("first", "b", "first", "b"):
+        for model in (stock, ours):
+            model.set_adapter(name)
+            model.eval()
+        how = dict(input_ids=torch.arange(3, 12)[None], max_new_tokens=8, do_sample=False)
+        seen.append(stock.generate(**how))
+        assert torch.equal(seen[-1], ours.generate(**how)), name
+    assert not torch.equal(*seen[:2])
+
+
+def test_other_values_of_a_layer_count(monkeypatch):
+    """A dict in a layer that is not by the adapters' names is no adapter's: what it holds is looked at."""
+    pair = Pair()
+    pair.add("b", 1)
+    pair.check()
+    layer = lambda model: model.base_model.model.model.layers[0].self_attn.q_proj  # noqa: E731
+    pair.do(lambda model: setattr(layer(model), "notes", {}))
+    pair.check()
+    with counted(monkeypatch) as made:
+        pair.do(lambda model: layer(model).notes.update(other=1))
+        pair.check()
+        assert made
+
+
 def test_two_at_once(monkeypatch):
     pair = Pair()
     for seed, name in enumerate(("b", "c", "d"), 1):
