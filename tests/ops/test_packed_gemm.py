@@ -61,7 +61,9 @@ def test_packed_gemm_special_values(device, dtype, format):
         whole, others = SPEC(x, *made), [row for row in range(30) if row != 11]
         assert not whole[11].isfinite().any()
         eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(whole[others], clean[others], rtol=2 * eps, atol=2 * eps)
+        # products of a table's values are rounded, and by the numerics rule at the size of the largest sums
+        size = float(clean.abs().amax()) if format.is_table else 1.0
+        torch.testing.assert_close(whole[others], clean[others], rtol=2 * eps, atol=2 * eps * size)
 
 
 @over_dtypes
