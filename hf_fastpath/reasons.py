@@ -92,8 +92,7 @@ REASONS: dict[str, Reason] = {
     "quantized_blocks": Reason(
         "the checkpoint's rows are no whole number of blocks of weights that share a scale, so that a block goes on in "
         "the next row, or its blocks are shorter than 64 weights",
-        "quantize with a blocksize from 64 on that divides the rows, or load unquantized weights and patch(model, "
-        "weights=...)",
+        "use a blocksize from 64 on that divides rows, or unquantized weights with patch(model, weights=...)",
     ),
     "quantized_in_use": Reason(
         "a call has turned the checkpoint's quantized weights into another layout",

@@ -148,7 +148,7 @@ def test_the_program_and_the_module(place, python, places):
 
 def test_every_kind_of_command_is_found():
     assert {command.split()[0] for command in COMMANDS} == {"hf-fastpath"}, "run it here, or say in NOT_RUN why not"
-    assert {command.split()[1] for command in COMMANDS} == {"info", "explain", "verify", "bench"}
+    assert {command.split()[1] for command in COMMANDS} == {"info", "explain", "profile", "verify", "bench"}
     assert {name for name, found in SNIPPETS.items() if found} > {"README.md", "index.md", "using.md", "kv-cache.md"}
     first = SNIPPETS["README.md"][0]
     assert "from_pretrained" in first and "import hf_fastpath" in first, "the first snippet is complete"

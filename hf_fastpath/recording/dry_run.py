@@ -27,7 +27,7 @@ def dry_run(part: StepSource) -> None:
         encoded = EncodedMemory(program, len(part.kinds), 1, [torch.device("cpu")])
         at = {device: replace(each, encoded=encoded.on(device)) for device, each in at.items()}
     shape = torch.zeros(1, 1, dtype=torch.long)
-    values = [each.memory(shape.device) for each in part.values_of_model(1)]
+    values = [each.memory(shape.device) for each in part.values_of_model(1, 1)]
     tokens = torch.zeros(1, 1, *part.token_shape, dtype=torch.long)
     given = StepInputs(tokens, shape, {}, caches, part.states(1), values, at)
     part.record(program, Lower(program.emit, 1), given)

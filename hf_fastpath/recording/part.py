@@ -147,9 +147,9 @@ class RecordedPart(WholeModel):
         recording = self.recording(batch, 1)
         return [[recording.fact(each) for each in states] for states in recording.states]
 
-    def values_of_model(self, batch: int) -> list[Any]:
-        """Return what steps of ``batch`` sequences make of the model alone, which a plan fills when it begins."""
-        return self.recording(batch, 1).values
+    def values_of_model(self, batch: int, query_len: int) -> list[Any]:
+        """Return what such steps make of the model alone, which a plan fills when it begins."""
+        return self.recording(batch, query_len).values
 
     def record(self, program: Program, to: Lower, given: StepInputs) -> Any:
         """Emit a step; return the register of the logits.

@@ -161,3 +161,14 @@ def test_what_is_kept_is_small():
         calls = next(iter(state_of(ours.get_base_model()).plans)).program.calls
         read = {id(each) for call in calls for each in tensors_in(call.arguments)}
         assert all(id(memory) in read for _, memory in values_of(ours)), "a value that no call reads"
+
+
+def test_drafts():
+    """Several tokens at once have a recording of their own, and values of their own."""
+    stock, ours = pair_of("dora")
+    found = [tokens(model, prompt_lookup_num_tokens=3) for model in (stock, ours)]
+    assert torch.equal(*found) and torch.equal(found[0], tokens(ours))
+    for model in (stock, ours):
+        change(model, 4)
+    assert torch.equal(*[tokens(model, prompt_lookup_num_tokens=3) for model in (stock, ours)])
+    assert not state_of(ours.get_base_model()).stats.fallback_tokens

@@ -106,7 +106,7 @@ class DecodePlan:
             #: of each layer, memory for its states; the cache holds its states there while the plan runs
             self.states = [list(map(like, found)) for found in part.states(batch)]
             #: values that are made of the model alone, each with the memory where the program reads it
-            self._values = [(each, each.memory(self.device)) for each in part.values_of_model(batch)]
+            self._values = [(each, each.memory(self.device)) for each in part.values_of_model(batch, self.query_len)]
             self._caches = [self._cache_registers(size is not None) for size in self.page_sizes]
             layers = len(part.layers) if part.has_encoder else 0
             self._encoded = EncodedMemory(self.program, layers, batch, part.devices) if layers else None

@@ -56,7 +56,7 @@ class DescribedPart(ModelPart):
         """Return nothing: layers hold keys and values alone."""
         return []
 
-    def values_of_model(self, batch: int) -> list[Any]:
+    def values_of_model(self, batch: int, query_len: int) -> list[Any]:
         """Return nothing: calls read the model's tensors."""
         return []
 

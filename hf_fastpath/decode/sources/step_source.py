@@ -187,7 +187,7 @@ class StepSource(Protocol):
     def states(self, batch: int) -> Sequence[Sequence[torch.Tensor]]:
         """Return tensors like the states that each layer holds of ``batch`` sequences."""
 
-    def values_of_model(self, batch: int) -> Sequence[ValueOfModel]:
+    def values_of_model(self, batch: int, query_len: int) -> Sequence[ValueOfModel]:
         """Return what steps make of the model's tensors alone, which a plan fills when it begins."""
 
     # ---- where its tensors are ------------------------------------------------------------------------------------
