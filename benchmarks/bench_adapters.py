@@ -2,7 +2,7 @@
 in place, and taken out for another one.
 
     python benchmarks/bench_adapters.py --model llama-3.1-8b --rank 16
-    python benchmarks/bench_adapters.py --model tinyllama --device cpu --dtype fp32 --kinds lora dora ia3 vera loha
+    python benchmarks/bench_adapters.py --model tinyllama-1.1b --device cpu --kinds lora dora ia3 vera loha
 
 A listed family's step is recorded with its adapters. Weights are random. "first call" is the whole of the first
 ``generate()`` behind a change of the adapter, for one token: the step is recorded and proven in it, unless another
