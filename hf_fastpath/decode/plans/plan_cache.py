@@ -173,7 +173,7 @@ class PlanCache:
         if self.family is None:
             return None
         made = self.family.model_part(model)
-        found = None if made is None else self._kept_like(made, last) or self._adopted(made)
+        found = None if made is None else self._kept_like(made, last)
         if found is None:
             if made is not None and made.held is not None:  # else calls that ask for no reason record it each time
                 self._looked_at = Snapshot(made, made.held)
@@ -196,7 +196,8 @@ class PlanCache:
         return part
 
     def _kept_like(self, made: StepSource, last: Snapshot | None) -> Snapshot | None:
-        """Return what is known of a model whose values are those that ``made`` has just found, or None.
+        """Return what is known of a model whose values are those that ``made`` has just found, or differ from these in
+        adapters alone; or None.
 
         Args:
             last: the snapshot of the model before, which may differ in objects that are equal.
@@ -206,23 +207,28 @@ class PlanCache:
         if not kept:
             return None
         walk = walk_of(made) if made.held is None else made.held
+        others: list[tuple[Snapshot, list[str]]] = []
         for snapshot in kept:
-            is_alike = snapshot.part.source is made.source and type(snapshot.part) is type(made)
-            if is_alike and not snapshot.what_differs(walk):
+            if snapshot.part.source is not made.source or type(snapshot.part) is not type(made):
+                continue
+            if differs := snapshot.what_differs(walk):
+                others.append((snapshot, differs))
+            else:
                 snapshot.renew(walk)
                 with self.lock:
                     if self._kept:
                         self._kept = [snapshot, *(each for each in self._kept if each is not snapshot)]
                 return snapshot
-        return None
+        return self._adopted(made, others)
 
-    def _adopted(self, made: StepSource) -> Snapshot | None:
-        """Return what is known of a model that differs from a kept one in its adapters alone, or None."""
-        with self.lock:
-            kept = list(self._kept)
-        for snapshot in kept if made.held is not None else ():
-            is_alike = snapshot.part.source is made.source and type(snapshot.part) is type(made)
-            if is_alike and snapshot.reason is None and made.adopt(snapshot.part, snapshot.what_differs(made.held)):
+    def _adopted(self, made: StepSource, kept: list[tuple[Snapshot, list[str]]]) -> Snapshot | None:
+        """Return what is known of a model that differs from a kept one in its adapters alone, or None.
+
+        Args:
+            kept: snapshots, each with the places where the model's values were others.
+        """
+        for snapshot, differs in kept if made.held is not None else ():
+            if snapshot.reason is None and made.adopt(snapshot.part, differs):
                 found = Snapshot(made, made.held)
                 with self.lock:
                     self._keep(found)
