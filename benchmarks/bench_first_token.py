@@ -3,8 +3,9 @@
     python benchmarks/bench_first_token.py --csv
     python benchmarks/bench_first_token.py --types glm4 lfm2 --sizes 8x1024 --prompts 1 128 1024 --dtype bf16
     python benchmarks/bench_first_token.py --device cuda --csv --sizes 32x4096
+    python benchmarks/bench_first_token.py --device cuda --csv --types listed recorded --sizes 16x1024 --dtype bf16
 
-A size is layers x features; the weights are random. "speed" is stock's median by ours, of calls that take turns.
+"listed" stands for all types that have an architecture file, "recorded" for those of RECORDED. A size is layers x features; the weights are random. "speed" is stock's median by ours, of calls that take turns.
 "patch" is ``patch()``, "first" the first call behind it and "second" the second, in which a prompt of a recorded model
 is recorded. "by" says what reads prompts behind these: a list of calls, or the model's modules.
 """
@@ -20,15 +21,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_fastpath
+from hf_fastpath.architecture import architectures
 from hf_fastpath.bench import measure
 from hf_fastpath.decode.loops import prompt as prompts
 
-#: listed types, and recorded ones: plain, of older code, with latents, states, experts
-TYPES = (
-    *("gemma3_text", "gpt2", "llama", "mistral", "olmo2", "qwen3"),
-    *("apertus", "glm4", "helium", "nemotron", "bloom", "persimmon", "minicpm3"),
-    *("granitemoehybrid", "lfm2", "mamba2", "qwen3_5_text", "deepseek_v3"),
+#: recorded types: plain, of older code, with latents, states, experts
+RECORDED = (
+    *("apertus", "arcee", "glm4", "helium", "nemotron", "bloom", "persimmon", "minicpm3"),
+    *("granitemoehybrid", "lfm2", "mamba2", "qwen3_5_text", "deepseek_v3", "glm4_moe"),
 )
+TYPES = ("gemma3_text", "gpt2", "llama", "mistral", "olmo2", "qwen3", *RECORDED)
+GROUPS = {"listed": [architecture.name for architecture in architectures()], "recorded": list(RECORDED)}
 VOCAB = 500
 
 
@@ -47,13 +50,16 @@ def config_of(name: str, layers: int, width: int) -> Any:
             num_local_experts=0, layer_types=every_fourth, mamba_n_heads=2 * heads, mamba_d_head=dim, mamba_d_state=dim
         ),
         "mamba2": dict(num_heads=2 * heads, n_groups=1, state_size=dim),
+        **dict.fromkeys(("gpt_oss", "mixtral"), dict(num_local_experts=8, num_experts_per_tok=2)),
+        **dict.fromkeys(("olmoe", "qwen3_moe"), dict(num_experts=8, num_experts_per_tok=2)),
+        "glm4_moe": dict(n_routed_experts=8, num_experts_per_tok=2),
         "minicpm3": latent,
         "qwen3_5_text": dict(
             linear_num_key_heads=heads, linear_num_value_heads=heads, linear_key_head_dim=dim, linear_value_head_dim=dim
         ),
     }
-    if name in ("deepseek_v3", "minicpm3"):
-        del sizes["head_dim"]  # which these make of the parts of a head
+    if name in ("deepseek_v3", "minicpm3", "falcon"):
+        del sizes["head_dim"]  # which these make of other sizes
     sizes |= others.get(name, {})
     return AutoConfig.for_model(name, **sizes, pad_token_id=0, bos_token_id=1, eos_token_id=None)
 
@@ -113,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=measure.DTYPES, default="fp32")
     given = parser.parse_args(argv)
     others = given.prompts, given.rounds, given.dtype, torch.device(given.device)
-    groups = (rows_of(name, size, *others) for size in given.sizes for name in given.types)
+    types = [name for each in given.types for name in GROUPS.get(each, [each])]
+    groups = (rows_of(name, size, *others) for size in given.sizes for name in types)
     measure.print_groups(groups, text_of, given, "first_token")
     return 0
 

@@ -96,9 +96,12 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
   constexpr bool kEachHalf = Traits<kFormat>::kTogether == 2;   // or two have
   BlockWords<kFormat> words;
   words.load(reader, rows, block);
-  // Tensor cores cut sums off: those of a float32 x are halves.
+  // Tensor cores cut sums off: those of a float32 x are halves, and what the first float16 of a table's values
+  // leave is summed by itself, where it is not cut off beside larger products.
   constexpr int kChains = sizeof(T) == 4 ? 2 : 1;
+  constexpr bool kHasRest = kTermsOf<T, kFormat> == 2;
   float c[kChains][kTiles][4] = {};
+  float c_rest[kHasRest ? kTiles : 1][4] = {};
 #pragma unroll
   for (int s = 0; s < int(kStretches); ++s) {
     uint32_t a[2][4];
@@ -108,18 +111,19 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
       const uint4 b = load_shared(of_x + (s * kColumns + t * 8) * 64);
       auto& to = c[s % kChains][t];
       mma<__half>(to, a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
-      mma<__half>(to, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
-      if constexpr (kTermsOf<T, kFormat> == 2) {
+      mma<__half>(kHasRest ? c[1][t] : to, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+      if constexpr (kHasRest) {
         uint32_t rest[2][4];
         words.template operands<kCentered, 1>(rest, s, scales.zeros);
-        mma<__half>(to, rest[0][0], rest[0][1], rest[0][2], rest[0][3], b.x, b.y);
-        mma<__half>(to, rest[1][0], rest[1][1], rest[1][2], rest[1][3], b.z, b.w);
+        mma<__half>(c_rest[t], rest[0][0], rest[0][1], rest[0][2], rest[0][3], b.x, b.y);
+        mma<__half>(c_rest[t], rest[1][0], rest[1][1], rest[1][2], rest[1][3], b.z, b.w);
       }
       if constexpr (kEachHalf) {
         if (s % 2 == 0) continue;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float all = 0.f;
+          float all = kHasRest ? c_rest[t][i] : 0.f;
+          if constexpr (kHasRest) c_rest[t][i] = 0.f;
 #pragma unroll
           for (int chain = 0; chain < kChains; ++chain) all += c[chain][t][i], c[chain][t][i] = 0.f;
           accumulators[t][i] = fmaf(scales.of(i / 2, s), all, accumulators[t][i]);

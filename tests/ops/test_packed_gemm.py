@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import assert_exact, assert_matches, common_tests, over_dtypes
 from memory import same_bits
-from test_packed_gemv import of_small_integers, over_formats, packed
+from test_packed_gemv import noise_of, of_small_integers, over_formats, packed
 
 from hf_fastpath.ops.packed_gemm import SPEC
 from hf_fastpath.quantization import FORMATS, quantize
@@ -34,7 +34,7 @@ def test_packed_gemm_exact_on_integers(device, dtype, format):
     for rows, k, n in ((17, 11, 37), (40, 150, 65), (100, 33, 300), (300, 64, 40)):
         x = torch.randint(-1, 2, (rows, k), device=device).to(dtype)
         x[:, ::2] = 0  # sums of all types stay below 256
-        assert_exact(SPEC, Sample(x, *of_small_integers(format, n, k, device)))
+        assert_exact(SPEC, Sample(x, *of_small_integers(format, n, k, device)), noise_of(format))
 
 
 @over_dtypes
