@@ -14,9 +14,10 @@ token, so every length is exact. Prefill is the time of one call that makes one 
 (n2 - n1)`` for two calls that differ only in the number of new tokens, n1 and n2: prefill, set-up and all
 other costs of a call cancel out. With ``--filled`` a prompt is not read; its keys and values, all but the
 last, are drawn at random, so that long contexts cost no long prompts. There is no prefill then. After an
-engine is switched on, it makes an untimed call of the longest kind. Engines alternate, every second round in
-reverse order; tables give medians and, of several rounds, half the distance between the 20th and 80th
-percentile. ``% of R`` is the share of the measured read bandwidth that it would take to read the weights
+engine is switched on, it makes untimed calls: one of the longest kind, and where a prompt is read two more for
+one token, in which a graph or a recording for prompts is made. Engines alternate, every second round in reverse
+order; tables give medians and, of several rounds, half the distance between the 20th and 80th percentile.
+``% of R`` is the share of the measured read bandwidth that it would take to read the weights
 once, and the KV cache up to the mean position or recurrent states. On a CPU, whose bandwidth drifts, the
 bandwidth is measured in every round, and each round's share refers to that round's bandwidth.
 """

@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,28 +55,33 @@ class _Listeners(threading.local):
         self.by: list[Hear] = []
 
 
+class _Listening:
+    """What a block that hears holds while it runs."""
+
+
 _heard = _Listeners()
 _lock = threading.Lock()
 _number: int | None = None  # of our tool, while anybody hears a thread
-_hearing = 0
+#: of all threads; weakly, so that a block whose end an interrupt has skipped is not waited for
+_listening: weakref.WeakSet[_Listening] = weakref.WeakSet()
 
 
 @contextmanager
 def _monitoring(hear: Hear) -> Iterator[bool]:
     """Hear this thread in a ``with`` block; yields whether this Python can, and has a number for a tool left."""
-    if not _begin():
-        yield False
-        return
-    _heard.by.append(hear)
+    listening, by = _Listening(), _heard.by
     try:
-        yield True
+        if is_heard := _begin(listening):
+            by.append(hear)
+        yield is_heard
     finally:
-        _heard.by.remove(hear)
-        _end()
+        if hear in by:
+            by.remove(hear)
+        _end(listening)
 
 
-def _begin() -> bool:
-    global _hearing, _number
+def _begin(listening: _Listening) -> bool:
+    global _number
     if sys.version_info < (3, 12):
         return False
     monitoring = sys.monitoring
@@ -87,30 +93,46 @@ def _begin() -> bool:
             monitoring.use_tool_id(_number, "hf_fastpath")
             monitoring.register_callback(_number, monitoring.events.PY_START, _begins)
             monitoring.set_events(_number, monitoring.events.PY_START)
+        _listening.add(listening)
         monitoring.restart_events()  # of code that was heard before
-        _hearing += 1
     return True
 
 
-def _end() -> None:
-    global _hearing, _number
+def _end(listening: _Listening) -> None:
     if sys.version_info < (3, 12):
         return
     with _lock:
-        _hearing -= 1
-        if _hearing == 0 and _number is not None:
-            sys.monitoring.set_events(_number, sys.monitoring.events.NO_EVENTS)
-            sys.monitoring.register_callback(_number, sys.monitoring.events.PY_START, None)
-            sys.monitoring.free_tool_id(_number)
-            _number = None
+        _listening.discard(listening)
+        if not _listening:
+            _end_all()
 
 
-def _begins(code: types.CodeType, offset: int) -> Any:
+def _end_all() -> None:
+    global _number
+    if sys.version_info >= (3, 12) and _number is not None:
+        sys.monitoring.set_events(_number, sys.monitoring.events.NO_EVENTS)
+        sys.monitoring.register_callback(_number, sys.monitoring.events.PY_START, None)
+        sys.monitoring.free_tool_id(_number)
+        _number = None
+
+
+def _begins(
+    code: types.CodeType,
+    offset: int,
+    heard: _Listeners = _heard,  # at the end of the process, the module's names are None
+    listening: weakref.WeakSet[_Listening] = _listening,
+    lock: threading.Lock = _lock,
+) -> Any:
     """Python calls it when code begins to run, of any thread; the result ends this for the code."""
-    if not _heard.by:
+    if not heard.by:
+        if not listening and _end_all is not None and lock.acquire(blocking=False):
+            try:  # an interrupt has skipped the end of the last block
+                _end_all()
+            finally:
+                lock.release()
         return None
     frame = sys._getframe(1)
-    for hear in _heard.by:
+    for hear in heard.by:
         hear(frame, "call", None)
     return sys.monitoring.DISABLE if sys.version_info >= (3, 12) else None
 

@@ -87,6 +87,19 @@ def test_an_error_ends_hearing(way):
         assert all(sys.monitoring.get_tool(number) != "hf_fastpath" for number in (3, 4))
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is of Python 3.12")
+def test_a_block_whose_end_an_interrupt_skips_is_not_heard_for_ever():
+    listening = module._Listening()
+    assert module._begin(listening)
+    number = module._number
+    outer()
+    assert sys.monitoring.get_tool(number) == "hf_fastpath", "the block still runs"
+    del listening
+    threading.Thread()  # any code that begins
+    outer()
+    assert sys.monitoring.get_tool(number) is None and module._number is None
+
+
 def test_a_profiler_of_the_user_goes_on(way):
     profile = cProfile.Profile()
     profile.enable()
