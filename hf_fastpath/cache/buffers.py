@@ -156,7 +156,7 @@ class BufferedLayer(EditableLayer):
         made = self._allocate(keys.shape[0], capacity if ring is None else min(capacity, ring), like)
         first = self._length - count if self.is_sliding else 0
         for buffer, states in zip(made, like):
-            self._store(buffer, states, first)
+            self.store(buffer, states, first)
         kind = {"dtype": self.dtype or keys.dtype, "device": keys.device, "is_initialized": True}
         self._replace(made, _loose={}, _copies=frozenset(), _length=first + count, oldest=first, **kind)
 
@@ -185,11 +185,11 @@ class BufferedLayer(EditableLayer):
         made = self._allocate(self.batch_size, capacity)
         if count > 0:
             for old, new in zip(self.buffers, made):
-                self._store(new, self._ordered(old, count), first)
+                self.store(new, self._ordered(old, count), first)
         self._replace(made, oldest=first)
 
     @staticmethod
-    def _store(buffer: torch.Tensor, states: torch.Tensor, first: int) -> None:
+    def store(buffer: torch.Tensor, states: torch.Tensor, first: int) -> None:
         """Write ``states``, of the positions from ``first`` on, into their slots; only the newest ``capacity`` fit."""
         capacity, count = buffer.shape[2], states.shape[2]
         if first + count <= capacity:  # this usual case is apart because every view costs host time
@@ -270,7 +270,7 @@ class BufferedLayer(EditableLayer):
         count = stored[0].shape[2]
         self.reserve(count)
         for buffer, states in zip(self.buffers, stored):
-            self._store(buffer, states, self._length)
+            self.store(buffer, states, self._length)
         self.advance(count)
 
     def advance(self, num_tokens: int) -> None:

@@ -119,7 +119,7 @@ class RecordedPrompts:
         batch, count = shape
         if (trial := self._trials.get(threading.get_ident())) is not None:
             return trial
-        if not self._may_be_read(batch * count, past + count):
+        if not self._may_be_read(batch * count, past, past + count):
             return None
         if count == 1 and not self._has_states:
             found = self._part.recording(batch, 1)
@@ -200,8 +200,8 @@ class RecordedPrompts:
     def _has_states(self) -> bool:
         return any(kind.states for kind in self._part.kinds)
 
-    def _may_be_read(self, rows: int, length: int) -> bool:
-        """Whether a prompt of so many rows, which ends at ``length`` tokens, may be read by a list."""
+    def _may_be_read(self, rows: int, past: int, length: int) -> bool:
+        """Whether a prompt of so many rows, behind ``past`` tokens up to ``length``, may be read by a list."""
         part = self._part
         if part.ranks is not None or part.is_placed or part.source is not part.module or len(part.devices) > 1:
             return False
@@ -209,7 +209,7 @@ class RecordedPrompts:
             return False
         if part.gathers_experts and rows > MAX_ROWS:
             return False
-        return all(window is None or length <= window for window in part.windows)
+        return not past or all(window is None or length <= window for window in part.windows)
 
     def _proven(self, batch: int, begins: bool, count: int) -> Recording | None:
         """Return a further recording, and keep it; None if none was made that can be lowered and gives what the model's

@@ -130,20 +130,21 @@ def test_drafts_of_an_early_exit(device, steps_of):
 def test_the_table():
     """Tokens behind others never take PyTorch's attention with a mask if a kernel can take them."""
     for rows in (1, 64, 65, 10000):
-        assert attend.route_of(rows, 5, is_plain=False, fits=True, hopper=False) == "append"
-        assert attend.route_of(rows, 5, is_plain=True, fits=True, hopper=True) == "append"
-        assert attend.route_of(rows, 5, is_plain=True, fits=False, hopper=True) == "sdpa"
-        assert attend.route_of(rows, 0, is_plain=True, fits=True, hopper=True) == "sdpa"
-    assert attend.route_of(64, 5, is_plain=True, fits=True, hopper=False) == "append"
-    assert attend.route_of(65, 5, is_plain=True, fits=True, hopper=False) == "flash"
+        assert attend.route_of(rows, 5, is_plain=False, cuts=True, fits=True, hopper=False) == "append"
+        assert attend.route_of(rows, 5, is_plain=True, cuts=False, fits=True, hopper=True) == "append"
+        assert attend.route_of(rows, 5, is_plain=True, cuts=False, fits=False, hopper=True) == "sdpa"
+        assert attend.route_of(rows, 5, is_plain=False, cuts=True, fits=False, hopper=True) == "masked"
+        assert attend.route_of(rows, 0, is_plain=True, cuts=False, fits=True, hopper=True) == "sdpa"
+    assert attend.route_of(64, 5, is_plain=True, cuts=False, fits=True, hopper=False) == "append"
+    assert attend.route_of(65, 5, is_plain=True, cuts=False, fits=True, hopper=False) == "flash"
 
 
 @pytest.mark.parametrize("kv", (None, torch.int8), ids=("plain", "int8"))
 @pytest.mark.parametrize("window", (0, 100))
-@pytest.mark.parametrize("changes", ("sinks", "softcap", "slopes"))
-def test_attention_in_pieces(changes, window, kv):
-    """Sixteen tokens at a time give the same as all at once."""
-    past, tokens = 320, 37
+@pytest.mark.parametrize("past, tokens", ((320, 37), (50, 307)), ids=("few", "many"))
+@pytest.mark.parametrize("changes", ("sinks", "softcap", "slopes", "nothing"))
+def test_attention_in_pieces(changes, past, tokens, window, kv):
+    """Sixteen tokens at a time, or parts of the keys with a mask, give the same as all at once."""
     length = past + tokens
     lengths, starts = torch.tensor([length] * 2, dtype=torch.int32), torch.tensor([0, 30], dtype=torch.int32)
     q = torch.randn(2, tokens, 4, 32)
@@ -152,21 +153,23 @@ def test_attention_in_pieces(changes, window, kv):
         caches, scales = zip(*(quantized(cache, kv) for cache in caches))
     attention = attend.Attention(tokens, length, lengths, starts)
     how = dict(softcap=0.0, sinks=None, slopes=None)
-    how[changes] = {"sinks": torch.randn(4), "softcap": 0.8, "slopes": 2.0 ** -torch.arange(1, 5)}[changes]
+    values = {"sinks": torch.randn(4), "softcap": 0.8, "slopes": 2.0 ** -torch.arange(1, 5)}
+    how |= {name: value for name, value in values.items() if name == changes}
     found = attention.over(q, KVCache(*caches, *scales), 0.2, window, **how)
     k_scales, v_scales = scales or (None, None)
     expected = ops.decode_attention.reference(
         q, *caches, lengths, starts, 0.2, window, **how, k_scales=k_scales, v_scales=v_scales
     )
-    torch.testing.assert_close(found, expected)
+    real = torch.arange(past, length) >= starts[:, None]  # nobody reads what padding sees
+    torch.testing.assert_close(found[real], expected[real])
 
 
 def test_the_table_of_a_cpu():
     """A call that only one of the two can take goes there; few tokens behind many go to the cache's own kernel."""
     for tokens, past in ((17, 0), (64, 511), (65, 10000), (500, 0)):
         assert attend.route_on_cpu(tokens, past, cuts=False, changes=False) == "sdpa"
-        assert attend.route_on_cpu(tokens, past, cuts=True, changes=False) == "decode"
-        assert attend.route_on_cpu(tokens, past, cuts=False, changes=True) == "decode"
+        for how in (dict(cuts=True, changes=False), dict(cuts=False, changes=True)):
+            assert attend.route_on_cpu(tokens, past, **how) == ("decode" if tokens <= 64 else "masked")
     assert attend.route_on_cpu(64, 512, cuts=False, changes=False) == "decode"
 
 

@@ -10,6 +10,7 @@ from models import SHORT, VOCAB, WINDOW, counting, fresh, heldout_tokens, left_p
 from parity import assert_same_tokens, both
 
 from hf_fastpath import FastpathCache
+from hf_fastpath.cache.buffers import RING_SLACK
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.loops import prompt as prompts
 from hf_fastpath.decode.loops.prompt_program import PromptProgram
@@ -128,19 +129,54 @@ def test_other_turns_are_prompts(device, read_lengths, read_by_plans):
     assert read_by_plans == [3]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "length"),
-    (("mistral", WINDOW + 1), ("gpt_oss", 9)),  # Mistral's window ends inside the prompt
-    ids=("window", "sinks"),
-)
-def test_left_to_the_models_own_code(architecture, length, device, read_lengths):
-    stock, ours = pair(architecture, device)
-    ids = prompt(device, 2, length)
+def test_a_soft_cap_is_left_to_the_models_own_code_where_no_kernel_has_it(device, read_lengths):
+    stock, ours = pair("gemma2", device)
+    ids = prompt(device, 2, 9)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with counting(ours) as counts:
         found, expected = both(stock, ours, **inputs, **SHORT)
     assert not read_lengths and counts.fast == 2 * 12
     assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("architecture", ("mistral", "gpt_oss", "gemma3_text", "cohere2", "olmo3"))
+def test_windows_that_end_inside_of_a_prompt(architecture, device, read_lengths):
+    """Up to the slots of a ring and beyond, padded, and in a turn behind; the tokens are stock's."""
+    window = 24
+    stock, ours = fresh(architecture, device, sliding_window=window)
+    seen = []
+    for length in (window, window + 1, window + RING_SLACK, window + RING_SLACK + 1, 4 * window + 5):
+        for inputs in ({"input_ids": prompt(device, 2, length)}, left_padded(device, 2, length)):
+            inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+            with counting(ours) as counts:
+                found, expected = both(stock, ours, **inputs, **SHORT)
+            assert_same_tokens(found, expected, stock, inputs["attention_mask"])
+            assert not counts.reasons
+            seen.append(length)
+    assert read_lengths == seen
+
+
+@pytest.mark.parametrize("kv", (None, torch.int8), ids=("plain", "int8"))
+def test_a_cache_holds_the_newest_of_a_window(kv, device, read_lengths):
+    """Ours holds what the model's own code puts there; a turn that follows sees it."""
+    stock, ours = fresh("mistral", device, sliding_window=24)
+    ids = prompt(device, 2, 101)
+    held = []
+    for model in (ours, stock):
+        cache = FastpathCache(model.config, kv_dtype=kv)
+        with torch.no_grad():
+            if model is stock:
+                model(ids, **{CACHE: cache})
+            else:
+                given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+                model.generate(ids, **{CACHE: cache}, **given)
+        assert cache.get_seq_length() == 101
+        held.append([each for layer in cache.layers for each in (layer.keys, layer.values)])
+    assert read_lengths == [101]
+    for found, wanted in zip(*held):
+        assert found.shape[2] == 23
+        bound = 1e-4 if kv is None else 2e-2 * float(wanted.abs().max())
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=bound)
 
 
 @pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))

@@ -15,6 +15,7 @@ import torch
 
 from ... import compat
 from ...cache.fastpath_cache import FastpathCache
+from ...cache.layer import FastpathLayer
 from ...native.heap import reading_prompt
 from ...ops.decode_attention import MAX_QUERY_LEN
 from ...ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS
@@ -71,6 +72,11 @@ def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt, size: in
     return True
 
 
+def _wraps(layer: Any, length: int) -> bool:
+    """Whether a layer has no room for so many positions: it keeps those of a window."""
+    return isinstance(layer, FastpathLayer) and layer.is_sliding and length > layer.capacity
+
+
 def _form(part: StepSource, prompt: Prompt, past: int) -> Any:
     batch, query_len = prompt.tokens.shape
     if past and any(kind.states for kind in part.kinds) and not bool((prompt.positions[:, 0] == past).all()):
@@ -112,7 +118,8 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
     at_once = device.type == "cpu" and rows <= MAX_ROWS
     layers = cache.layers[: len(part.layers)]
     memory = tuple(keys_and_values(each).names() for each in layers), tuple(len(states_of(each)) for each in layers)
-    how = at_once, min(rows, MAX_WGMMA_ROWS + 1), batch, starts is not None, *memory
+    wrapped = tuple(place for place, layer in enumerate(layers) if _wraps(layer, query_len))
+    how = at_once, min(rows, MAX_WGMMA_ROWS + 1), batch, starts is not None, *memory, wrapped
     length = short_prompts.length_of(part, prompt, past)
     short = programs.pop((of_short := (id(form), batch, length, *memory)), short_prompts.Asked()) if length else None
     if isinstance(short, short_prompts.ShortPrompts):

@@ -12,7 +12,7 @@ from ...cache.fastpath_cache import FastpathCache
 from ...cache.layer import FastpathLayer
 from ...cache.states import StateLayer
 from ...ops.kv_cache import KVCache
-from ..calls.named_calls import Register
+from ..calls.named_calls import Call, Register, read_by
 from ..lower.attend import Attention
 from ..lower.positions import Positions
 from ..lower.which_op import Lower
@@ -54,6 +54,24 @@ def states_of(layer: Any) -> list[torch.Tensor]:
     return layer.states if isinstance(layer, StateLayer) else []
 
 
+def whole_memory(ring: torch.Tensor, length: int) -> torch.Tensor:
+    """Return memory like that of a ring for ``length`` positions of each sequence."""
+    return ring.new_empty(*ring.shape[:2], length, *ring.shape[3:])
+
+
+def keep_newest(ring: torch.Tensor, whole: torch.Tensor) -> None:
+    """Put the newest positions of a text, of which ``whole`` has all, into a ring."""
+    FastpathLayer.store(ring, whole, 0)
+
+
+def _itself(count: int) -> int:
+    return count
+
+
+def _registers(names: tuple[str, ...], register: Callable[[], Register]) -> KVCache:
+    return KVCache(**{"k": None, "v": None} | {name: register() for name in names})
+
+
 class PromptProgram:
     """The calls that run a model over a prompt, recorded without a prompt.
 
@@ -66,6 +84,7 @@ class PromptProgram:
         has_padding: whether rows begin with padding.
         caches: names of the buffers of each layer's cache.
         states: number of states of each layer.
+        wrapped: layers whose windows end inside of the prompts: see :meth:`_keep_newest`.
     """
 
     def __init__(
@@ -78,23 +97,41 @@ class PromptProgram:
         has_padding: bool,
         caches: tuple[tuple[str, ...], ...],
         states: tuple[int, ...],
+        wrapped: tuple[int, ...] = (),
     ):
         self.program = program_of(part, part.embedding.weight.device)
         emit = self.program.emit
         register = self.program.register
         self._tokens, self._positions, self._lengths, self._attention = (register() for _ in range(4))
         self._starts = register() if has_padding else None
-        buffers: list[dict[str, Any]] = [{name: register() for name in names} for names in caches]
-        self._caches = [KVCache(**each) if each else KVCache(None, None) for each in buffers]
+        self._caches = [_registers(names, register) for names in caches]
+        whole = {layer: _registers(caches[layer], register) for layer in wrapped}
         self._states = [[register() for _ in range(count)] for count in states]
         self._angles = {kind: (register(), register()) for kind in (part.rope_kinds if has_angles(part) else ())}
         self._sizes: dict[Callable[[int], Any], Register] = {}
         to = Lower(emit, rows, many=not at_once, attention=None if at_once else self._attention)
         at = Positions(self._angles, self._lengths, self._starts)
-        memory = self._caches, self._states
+        memory = [whole.get(layer, cache) for layer, cache in enumerate(self._caches)], self._states
         given = PromptInputs(form, batch, self._tokens, self._positions, *memory, at, self._size)
         logits = part.prompts.record(self.program, to, Lower(emit, batch), given)
         emit(_aten.select.int, logits, 1, 0)
+        for layer, cache in whole.items():
+            self._keep_newest(self._caches[layer], cache)
+
+    def _keep_newest(self, ring: KVCache, whole: KVCache) -> None:
+        """Give the calls of a layer memory for keys and values of all tokens, of which the newest then go to the ring
+        of the cache. The memory is let go of behind the layer's last call."""
+        calls = self.program.calls
+        held = {getattr(whole, name).index: name for name in whole.names()}
+        reading = [place for place, call in enumerate(calls) if any(each.index in held for each in read_by(call))]
+        if not reading:
+            return
+        length = self._size(_itself)
+        rings = [(getattr(ring, name), getattr(whole, name)) for name in whole.names()]
+        made = [Call(whole_memory, {"ring": one, "length": length}, all_) for one, all_ in rings]
+        kept = [Call(keep_newest, {"ring": one, "whole": all_}, self.program.register()) for one, all_ in rings]
+        first, behind = reading[0], reading[-1] + 1
+        calls[:] = [*calls[:first], *made, *calls[first:behind], *kept, *calls[behind:]]
 
     def _size(self, formula: Callable[[int], Any]) -> Register:
         """Return a register that holds what ``formula`` makes of the number of new tokens."""

@@ -22,7 +22,7 @@ from ..lower.many_experts import waits_for_choice
 from ..plans.angles import angles_at, has_angles
 from ..run import graph
 from ..sources.step_source import StepSource
-from .prompt_program import Prompt, PromptProgram, keys_and_values
+from .prompt_program import Prompt, PromptProgram, keep_newest, keys_and_values
 
 _aten = torch.ops.aten
 
@@ -116,10 +116,10 @@ class ShortPrompts:
         found = []
         for behind in (0, self._part.num_embeddings - 1):
             logits = self.run(cut, behind)
-            found.append([logits, *(each[:, :, :half].clone() for each in self._keys_and_values())])
+            found.append([logits, *(each[:, :, :half].clone() for each in self._held())])
         return all(map(torch.equal, *found))
 
-    def _keys_and_values(self) -> list[torch.Tensor]:
+    def _held(self) -> list[torch.Tensor]:
         """Return keys and values of each layer that has them, in turns."""
         return [each for memory in self._memory if memory.k is not None for each in (memory.k, memory.v)]
 
@@ -147,10 +147,15 @@ class ShortPrompts:
 
     def store(self, cache: FastpathCache, count: int) -> None:
         """Put keys and values of the last prompt, which had so many tokens, into a cache with room for them."""
-        to = [each for layer in cache.layers[: len(self._memory)] for each in _buffers_of(layer)]
-        torch._foreach_copy_(
-            [each[:, :, :count] for each in to], [each[:, :, :count] for each in self._keys_and_values()]
-        )
+        pairs = zip([each for layer in cache.layers[: len(self._memory)] for each in _buffers_of(layer)], self._held())
+        whole = []
+        for buffer, held in pairs:
+            if count <= buffer.shape[2]:
+                whole.append((buffer[:, :, :count], held[:, :, :count]))
+            else:  # of a window that ends inside of the prompt
+                keep_newest(buffer, held[:, :, :count])
+        if whole:
+            torch._foreach_copy_(*map(list, zip(*whole)))
 
     def capture(self) -> None:
         """Capture the calls, which have run once.

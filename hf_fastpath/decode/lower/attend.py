@@ -41,9 +41,14 @@ MOST_ROWS = 64
 #: on a CPU, ``ops.decode_attention`` is faster than PyTorch's attention with a mask for up to MOST_TOKENS new tokens if
 #: at least TIMES_BEFORE times as many tokens are before them
 MOST_TOKENS, TIMES_BEFORE = 64, 8
+#: new tokens whose attention within a window is one call: beside those of the window, a token is given so many keys that
+#: it does not see
+_OF_WINDOW = 256
+#: bytes of a mask of numbers at most
+_OF_MASK = 64 << 20
 
 
-def route_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> str:
+def route_of(rows: int, past: int, is_plain: bool, cuts: bool, fits: bool, hopper: bool) -> str:
     """Choose what computes attention on a GPU.
 
     The thresholds were measured with ``benchmarks/bench_append_attention.py`` on an H200, which runs all the kernels.
@@ -52,15 +57,19 @@ def route_of(rows: int, past: int, is_plain: bool, fits: bool, hopper: bool) -> 
         rows: new tokens times query heads of a KV head.
         past: tokens before the new ones.
         is_plain: causal and nothing else: no padding, window, soft-cap or sinks.
+        cuts: a sliding window hides some of the tokens.
         fits: see :func:`has_tensor_cores`.
         hopper: see :func:`is_hopper`.
 
     Returns:
         ``"append"`` for ``ops.append_attention``; ``"sdpa"`` for the kernel that PyTorch chooses; ``"flash"`` for
-        PyTorch's flash attention with queries at the end of longer keys.
+        PyTorch's flash attention with queries at the end of longer keys; ``"masked"`` for PyTorch's attention over
+        parts of the keys with a mask.
     """
-    if not fits or (past == 0 and is_plain):
+    if past == 0 and is_plain:
         return "sdpa"  # for whole prompts without a past, cuDNN's attention is faster
+    if not fits:
+        return "masked" if cuts else "sdpa"
     if is_plain and rows > MOST_ROWS and not hopper:
         return "flash"
     return "append"
@@ -73,13 +82,14 @@ def route_on_cpu(tokens: int, past: int, cuts: bool, changes: bool) -> str:
         tokens: new tokens of a row.
         past: tokens before the new ones.
         cuts: a sliding window hides some of the tokens.
-        changes: a soft-cap, slopes or sinks change the scores.
+        changes: slopes or sinks change the scores.
 
     Returns:
-        ``"decode"`` for ``ops.decode_attention`` over a few tokens at a time, or ``"sdpa"``.
+        ``"decode"`` for ``ops.decode_attention`` over a few tokens at a time; ``"sdpa"`` and ``"masked"`` as of
+        :func:`route_of`.
     """
     if cuts or changes:
-        return "decode"  # PyTorch's attention has neither
+        return "decode" if tokens <= MOST_TOKENS else "masked"
     return "decode" if tokens <= MOST_TOKENS and past >= TIMES_BEFORE * tokens else "sdpa"
 
 
@@ -114,18 +124,9 @@ class Attention:
     def over(self, q, cache: KVCache, scale: float, window: int, softcap: float, sinks, slopes) -> torch.Tensor:
         """Compute what ``ops.decode_attention`` does; lengths and padding are those of this forward."""
         cuts = 0 < window < self._length
-        past = self._length - self._query_len
-        fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
-        changes = softcap > 0 or slopes is not None or sinks is not None  # PyTorch's attention has none of them
-        is_plain = self._starts is None and not cuts and not changes
-        if q.device.type == "cpu":
-            in_pieces = route_on_cpu(q.shape[1], past, cuts, changes) == "decode"
-        else:
-            in_pieces = slopes is not None or (changes and not fits)
-        if in_pieces:
+        route = self._route(q, cache, cuts, softcap > 0, sinks is not None, slopes is not None)
+        if route == "decode":
             return self._in_pieces(q, cache, scale, window, softcap=softcap, sinks=sinks, slopes=slopes)
-        rows = q.shape[1] * (q.shape[2] // cache.k.shape[1])
-        route = route_of(rows, past, is_plain, fits, is_hopper(q.device))
         if route == "append":
             k, v = self._states(cache, q.dtype)
             args = (q, k, v, self._lengths, self._starts, scale, window if cuts else 0, softcap, sinks)
@@ -137,7 +138,24 @@ class Attention:
             attend = nn.functional.scaled_dot_product_attention
             out = attend(q.transpose(1, 2), k, v, attn_mask=behind, scale=scale, enable_gqa=grouped)
             return out.transpose(1, 2).flatten(2)
+        if route == "masked":
+            return self._masked(q, k, v, scale, window if cuts else 0, sinks, slopes)
         return self._sdpa(q, k, v, scale)
+
+    def _route(self, q: torch.Tensor, cache: KVCache, cuts: bool, caps: bool, has_sinks: bool, has_slopes: bool) -> str:
+        """Return a route as of :func:`route_of` or :func:`route_on_cpu`, whichever is of this device."""
+        past = self._length - self._query_len
+        changes = has_sinks or has_slopes  # PyTorch's attention has neither, and no soft-cap
+        if q.device.type == "cpu":
+            return "decode" if caps else route_on_cpu(q.shape[1], past, cuts, changes)
+        fits = has_tensor_cores(q.device, q.dtype, q.shape[3])
+        if has_slopes or (changes and not fits):
+            return "decode" if caps or q.shape[1] <= MAX_QUERY_LEN else "masked"
+        if caps and not fits:
+            return "decode"
+        is_plain = self._starts is None and not cuts and not changes and not caps
+        rows = q.shape[1] * (q.shape[2] // cache.k.shape[1])
+        return route_of(rows, past, is_plain, cuts, fits, is_hopper(q.device))
 
     def over_latents(self, q: torch.Tensor, weight: torch.Tensor, cache: KVCache, scale: float) -> torch.Tensor:
         """Compute what ``composed.latent_attention`` does, without a window."""
@@ -170,6 +188,42 @@ class Attention:
         if cache.k.dtype != dtype:
             return [each.narrow(2, 0, self._length).to(dtype).contiguous() for each in (cache.k, cache.v)]
         return [cache.k, cache.v]
+
+    def _masked(self, q, k, v, scale, window: int, sinks, slopes) -> torch.Tensor:
+        """Attend with a mask, over the keys that some of a piece of the new tokens see.
+
+        A sink is a key of zeros whose value is zeros, and whose score the mask gives.
+        """
+        batch, heads, dtype = len(q), q.shape[2], q.dtype
+        k, v = (states.repeat_interleave(heads // k.shape[1], dim=1) for states in (k, v))
+        held = torch.arange(self._length, device=q.device)
+        past, number = self._length - self._query_len, torch.finfo(dtype).bits // 8
+        size = _OF_WINDOW if window else max(MAX_QUERY_LEN, _OF_MASK // (batch * heads * self._length * number))
+        found = []
+        for first in range(0, self._query_len, size):
+            piece = q[:, first : first + size].transpose(1, 2)
+            end = past + first + piece.shape[2]
+            begin = max(0, past + first - window + 1) if window else 0
+            apart = held[begin:end] - held[past + first : end, None]
+            seen = apart <= 0
+            if window:
+                seen = seen & (apart > -window)
+            if self._starts is not None:
+                seen = seen & (held[begin:end] >= self._starts.long()[:, None, None])
+                seen = (seen | ~seen.any(-1, keepdim=True))[:, None]  # as of ``_mask``
+            keys, values = k[:, :, begin:end], v[:, :, begin:end]
+            mask: torch.Tensor = seen
+            if slopes is not None or sinks is not None:
+                scores = torch.zeros_like(apart, dtype=torch.float32)
+                if slopes is not None:
+                    scores = slopes.float()[:, None, None] * apart
+                mask = torch.where(seen, scores, -torch.inf).to(dtype).expand(-1 if seen.dim() == 4 else 1, heads, -1, -1)
+            if sinks is not None:
+                mask = torch.cat((mask, sinks.to(dtype)[:, None, None].expand(*mask.shape[:3], 1)), dim=3)
+                keys, values = (nn.functional.pad(each, (0, 0, 0, 1)) for each in (keys, values))
+            found.append(nn.functional.scaled_dot_product_attention(piece, keys, values, attn_mask=mask, scale=scale))
+        out = found[0] if len(found) == 1 else torch.cat(found, dim=2)
+        return out.transpose(1, 2).flatten(2)
 
     def _sdpa(self, q, k, v, scale) -> torch.Tensor:
         grouped = q.shape[2] != k.shape[1]

@@ -26,20 +26,20 @@ class DescribedPrompts:
         self._part = part
 
     def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Any:
-        """Return the model, or None: ops do not read a prompt if attention is more than softmax and no kernel does
-        that, if a window ends inside the prompt, or if layers are on several devices."""
-        return self._part if self._are_read(device, past + shape[1]) else None
+        """Return the model, or None: ops do not read a prompt if scores have a soft-cap and no kernel of many tokens
+        does that, if a window ends inside of a later part of a text, or if layers are on several devices."""
+        return self._part if self._are_read(device, past, past + shape[1]) else None
 
-    def _are_read(self, device: torch.device, length: int) -> bool:
+    def _are_read(self, device: torch.device, past: int, length: int) -> bool:
         part = self._part
         if len(part.devices) > 1:
             return False
         for layer in part.layers:
             attention = layer.attention
-            if attention.softcap or attention.sinks is not None:
+            if attention.softcap:
                 if not has_tensor_cores(device, part.embedding.weight.dtype, attention.head_dim):
                     return False
-            if attention.window is not None and length > attention.window:
+            if past and attention.window is not None and length > attention.window:
                 return False
         return True
 
