@@ -79,6 +79,29 @@ def test_recorded_models(name, device, readers):
     assert readers.made == [32] and readers.read == [21, 9]
 
 
+@pytest.mark.parametrize("architecture", ("mistral", "gemma3_text", "gpt_oss"))
+def test_windows_that_end_inside_of_a_prompt(architecture, device, readers):
+    """Also in what fills the prompt up: the cache gets the newest of the prompt's own tokens."""
+    stock, ours = fresh(architecture, device, sliding_window=13)
+    for seed, length in enumerate((60, 64, 2, 45, 30, 31)):
+        with counting(ours) as counts:
+            _same(stock, ours, prompt(device, 1, length, seed=seed))
+        assert not counts.reasons
+    assert readers.made == [64, 32] or readers.made == []  # float32 products of experts wait for the host on a GPU
+    assert readers.read == ([45, 31] if readers.made else [])
+
+
+def test_longer_prompts_of_thin_models(device, readers, monkeypatch):
+    stock, ours = fresh("llama", device)
+    for seed, length in enumerate((700, 768, 601)):
+        _same(stock, ours, prompt(device, 1, length, seed=seed))
+    assert readers.made == [768] and readers.read == [601]
+    monkeypatch.setattr(short_prompts, "_OF_LAUNCHES", 1.0)
+    for seed, length in enumerate((900, 901, 601)):
+        _same(stock, ours, prompt(device, 1, length, seed=seed))
+    assert readers.made == [768] and readers.read == [601], "no more of these than what launches are worth"
+
+
 def test_several_sequences(device, readers):
     stock, ours = fresh("llama", device)
     for seed in range(4):

@@ -131,6 +131,17 @@ def test_lengths(name, monkeypatch):
     assert len(read) > 3
 
 
+@pytest.mark.parametrize("name", ("exaone4", "cwm", "gpt_neo"))
+def test_windows_that_end_inside_of_a_prompt(name, monkeypatch):
+    """A window of eight tokens, up to the slots of its ring and beyond; the cache has what the next tokens see."""
+    stock, ours = pair_or_skip(name)
+    ours.generate(ids_of(5), **GREEDY)
+    for length in (8, 9, 24, 25, 65):
+        with reads(monkeypatch) as shapes:
+            assert_equal(ours, stock, ids_of(length))
+        assert shapes == [(1, length)], length
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures(name, monkeypatch):
     """Prompts of more rows than the ops for experts take have stock's tokens, and its logits but for rounding."""

@@ -7,11 +7,13 @@ cache of the call.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ... import compat
 from ...cache.fastpath_cache import FastpathCache
@@ -30,6 +32,10 @@ _aten = torch.ops.aten
 DEVICES = frozenset({"cuda"})
 #: lengths that prompts are filled up to; behind the last the kernels take longer than their launches
 LENGTHS = 32, 64, 96, 128, 192, 256, 384, 512
+#: further lengths, for models of so few weights a layer that kernels still take less time
+LENGTHS_OF_THIN = 768, 1024
+#: multiplications of a layer that take as long as a GPU of 400 TFLOP/s waits for the layer's launches
+_OF_LAUNCHES = 70e9
 #: bytes of keys and values of a graph at most
 MOST_BYTES = 128 << 20
 #: the same of all graphs of a model together
@@ -49,7 +55,31 @@ def length_of(part: StepSource, prompt: Prompt, past: int) -> int | None:
         return None
     if part.ranks is not None or any(part.host_weights) or any(kind.states for kind in part.kinds):
         return None
-    return next((each for each in LENGTHS if count <= each and batch * each <= LENGTHS[-1]), None)
+    fitting = (each for each in LENGTHS if count <= each and batch * each <= LENGTHS[-1])
+    if (found := next(fitting, None)) is not None:
+        return found
+    of_thin = (each for each in LENGTHS_OF_THIN if count <= each and batch * each <= LENGTHS_OF_THIN[-1])
+    found = next(of_thin, None)
+    return found if found is not None and _is_thin(part, batch * found) else None
+
+
+#: a model -> elements of its matrices
+_elements: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def _is_thin(part: StepSource, rows: int) -> bool:
+    """Whether launches of so many rows take longer than their products, of a mixture those with all experts."""
+    if (found := _elements.get(part.module)) is None:
+        found = 0
+        for module in part.module.modules():
+            if isinstance(module, nn.Embedding):
+                continue
+            if features := getattr(module, "in_features", 0) * getattr(module, "out_features", 0):
+                found += features  # also of quantized layers
+            else:
+                found += sum(each.numel() for each in module.parameters(recurse=False) if each.dim() > 1)
+        _elements[part.module] = found
+    return found * rows <= _OF_LAUNCHES * len(part.layers)
 
 
 @dataclass(frozen=True)
