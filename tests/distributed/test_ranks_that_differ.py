@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed
 from models import assert_same_instances, instances
-from processes import COUNT, device, meet, needs_processes, run, save, some_prompt, spread, tokens_of
+from processes import COUNT, device, meet, needs_processes, on_gpus, run, save, some_prompt, spread, tokens_of
 from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer

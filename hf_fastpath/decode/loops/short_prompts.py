@@ -33,7 +33,7 @@ DEVICES = frozenset({"cuda"})
 #: lengths that prompts are filled up to; behind the last the kernels take longer than their launches
 LENGTHS = 32, 64, 96, 128, 192, 256, 384, 512
 #: further lengths, for models of so few weights a layer that kernels still take less time
-LENGTHS_OF_THIN = 768, 1024
+LENGTHS_OF_THIN = 768, 1024, 1536, 2048
 #: multiplications of a layer that take as long as a GPU of 400 TFLOP/s waits for the layer's launches
 _OF_LAUNCHES = 70e9
 #: bytes of keys and values of a graph at most
