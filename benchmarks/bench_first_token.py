@@ -5,9 +5,10 @@
     python benchmarks/bench_first_token.py --device cuda --csv --sizes 32x4096
     python benchmarks/bench_first_token.py --device cuda --csv --types listed recorded --sizes 16x1024 --dtype bf16
 
-"listed" stands for all types that have an architecture file, "recorded" for those of RECORDED. A size is layers x features; the weights are random. "speed" is stock's median by ours, of calls that take turns.
-"patch" is ``patch()``, "first" the first call behind it and "second" the second, in which a prompt of a recorded model
-is recorded. "by" says what reads prompts behind these: a list of calls, or the model's modules.
+"listed" stands for all types that have an architecture file, "recorded" for those of RECORDED. A size is layers x
+features; the weights are random. "speed" is stock's median by ours, of calls that take turns. "patch" is ``patch()``,
+"first" the first call behind it and "second" the second, in which a prompt of a recorded model is recorded. "by" says
+what reads prompts behind these: a list of calls, or the model's modules.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class LookedAt:
         """A copy of the model as it is, with which other code may run than before."""
         if not self._is_new:
             quantized = None if self._skeleton is None else self._skeleton.quantized
-            self._skeleton, self._is_new = Skeleton(self._module, code=self.code, quantized=quantized), True
+            if self._skeleton is None or not self._skeleton.is_as_model():
+                self._skeleton = Skeleton(self._module, code=self.code, quantized=quantized)
+            self._is_new = True
         return self.skeleton
 
     def tensors(self) -> list[torch.Tensor]:

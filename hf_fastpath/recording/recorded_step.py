@@ -172,6 +172,7 @@ class Recording:
     served: Served | None = None
     is_of_given_length: bool = False
     rows_are_tokens: bool = False
+    _read: list[tuple[Call, dict[str, Any]]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def count(self) -> Any:
@@ -234,7 +235,14 @@ class Recording:
             self.logits = logits
 
     def drop_unread(self) -> None:
-        """Leave out calls whose results nothing reads; calls that write stay if anything reads the memory."""
+        """Leave out calls whose results nothing reads; calls that write stay if anything reads the memory.
+
+        Where all calls and the dicts of their arguments are those of the last time, nothing is looked at.
+        """
+        if len(self._read) == len(self.calls) and all(
+            call is known and call.arguments is given for call, (known, given) in zip(self.calls, self._read)
+        ):
+            return
         needed, kept = {self.logits.index}, []
         for call in reversed(self.calls):
             if call.out.index in needed or call.out.index in self.mutated or is_effect(call):
@@ -242,6 +250,11 @@ class Recording:
                     needed.add(register.index)
                 kept.append(call)
         self.calls = kept[::-1]
+        self._read = [(call, call.arguments) for call in self.calls]
+
+    def forget_read(self) -> None:
+        """Let go of what :meth:`drop_unread` has seen."""
+        self._read = []
 
 
 def is_effect(call: Call) -> bool:

@@ -67,9 +67,8 @@ class Skeleton:
             if is_packed(module)
         }
         memo: dict[int, Any] = {}
-        if walk is None:
-            walk = Walk(host_numbers=self.device.type != "cpu")
-            walk.enter(model)
+        walk = self._walk_of_model() if walk is None else walk
+        self._copied = walk
         with torch.inference_mode(False):
             for tensor in (*model.parameters(), *model.buffers()):
                 if id(tensor) not in memo:
@@ -95,6 +94,17 @@ class Skeleton:
         self.lock = threading.RLock()  # of threads that run the copy, or compute with its tensors
         self._held: Walk | None = None
         self._watch: Watch | None = None
+
+    def _walk_of_model(self) -> Walk:
+        walk = Walk(host_numbers=self.device.type != "cpu")
+        walk.enter(self.model)
+        return walk
+
+    def is_as_model(self) -> bool:
+        """Whether a copy of the model as it is now would be as this one."""
+        if self._held is None or self.what_differs():  # a forward has left something in the copy
+            return False
+        return self._copied.entered_alike(self._walk_of_model())
 
     def look(self) -> None:
         """Note the Python values that the copy holds now."""

@@ -187,8 +187,8 @@ def assert_exact(spec: OpSpec, sample: Sample, noise: float = 0.0) -> None:
     Args:
         spec: the op.
         sample: what the op is called with; its results have no rounding in their dtype.
-        noise: what float32 may leave where products cancel, much less than the smallest product, if the kernel's factors
-            are no powers of two.
+        noise: what float32 may leave where products cancel, if the kernel's factors are no powers of two; much less
+            than the smallest product.
     """
     ref = spec.reference(*sample.map_tensors(upcast).args, **sample.map_tensors(upcast).kwargs)
     got = ours(spec, sample)["result"]

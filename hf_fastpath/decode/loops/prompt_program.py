@@ -69,7 +69,8 @@ def _itself(count: int) -> int:
 
 
 def _registers(names: tuple[str, ...], register: Callable[[], Register]) -> KVCache:
-    return KVCache(**{"k": None, "v": None} | {name: register() for name in names})
+    found: dict[str, Any] = {"k": None, "v": None}
+    return KVCache(**found | {name: register() for name in names})
 
 
 class PromptProgram:

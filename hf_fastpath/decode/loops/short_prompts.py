@@ -177,15 +177,16 @@ class ShortPrompts:
 
     def store(self, cache: FastpathCache, count: int) -> None:
         """Put keys and values of the last prompt, which had so many tokens, into a cache with room for them."""
-        pairs = zip([each for layer in cache.layers[: len(self._memory)] for each in _buffers_of(layer)], self._held())
-        whole = []
-        for buffer, held in pairs:
+        buffers = [each for layer in cache.layers[: len(self._memory)] for each in _buffers_of(layer)]
+        to, read = [], []
+        for buffer, held in zip(buffers, self._held()):
             if count <= buffer.shape[2]:
-                whole.append((buffer[:, :, :count], held[:, :, :count]))
+                to.append(buffer[:, :, :count])
+                read.append(held[:, :, :count])
             else:  # of a window that ends inside of the prompt
                 keep_newest(buffer, held[:, :, :count])
-        if whole:
-            torch._foreach_copy_(*map(list, zip(*whole)))
+        if to:
+            torch._foreach_copy_(to, read)
 
     def capture(self) -> None:
         """Capture the calls, which have run once.

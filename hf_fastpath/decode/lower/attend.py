@@ -41,8 +41,7 @@ MOST_ROWS = 64
 #: on a CPU, ``ops.decode_attention`` is faster than PyTorch's attention with a mask for up to MOST_TOKENS new tokens if
 #: at least TIMES_BEFORE times as many tokens are before them
 MOST_TOKENS, TIMES_BEFORE = 64, 8
-#: new tokens whose attention within a window is one call: beside those of the window, a token is given so many keys that
-#: it does not see
+#: new tokens whose attention within a window is one call: so many keys that a token does not see are given to it
 _OF_WINDOW = 256
 #: bytes of a mask of numbers at most
 _OF_MASK = 64 << 20
@@ -217,7 +216,8 @@ class Attention:
                 scores = torch.zeros_like(apart, dtype=torch.float32)
                 if slopes is not None:
                     scores = slopes.float()[:, None, None] * apart
-                mask = torch.where(seen, scores, -torch.inf).to(dtype).expand(-1 if seen.dim() == 4 else 1, heads, -1, -1)
+                mask = torch.where(seen, scores, -torch.inf).to(dtype)
+                mask = mask.expand(len(q) if mask.dim() == 4 else 1, heads, -1, -1)
             if sinks is not None:
                 mask = torch.cat((mask, sinks.to(dtype)[:, None, None].expand(*mask.shape[:3], 1)), dim=3)
                 keys, values = (nn.functional.pad(each, (0, 0, 0, 1)) for each in (keys, values))

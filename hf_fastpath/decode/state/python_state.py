@@ -10,12 +10,13 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import operator
 import sys
 import types
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -74,10 +75,12 @@ class Walk:
         modules: modules in the order in which they were met, those that only Python containers hold among them.
         owners: objects with attributes, but for modules.
         tensors: id -> tensor, of parameters, buffers and plain tensors.
+        num_entered: how many of ``values``, the first ones, are those of :meth:`enter`.
     """
 
     def __init__(self, are_brought: bool = False, host_numbers: bool = False):
         self.values: dict[str, Any] = {}
+        self.num_entered = 0
         self.modules: list[nn.Module] = []
         self.tensors: dict[int, torch.Tensor] = {}
         self.namespaces: list[Mapping[str, Any]] = []
@@ -106,6 +109,12 @@ class Walk:
         for path, module in model.named_modules():
             self._meet(path, module)
         self._visit_modules()
+        self.num_entered = len(self.values)
+
+    def entered_alike(self, other: Walk) -> bool:
+        """Whether another walk has found the same values when it entered its model."""
+        entered = (dict(islice(walk.values.items(), walk.num_entered)) for walk in (self, other))
+        return operator.eq(*entered)
 
     def classes(self) -> None:
         """Go through the classes of the modules that were met."""

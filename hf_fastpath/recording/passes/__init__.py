@@ -33,6 +33,7 @@ def passed(recording: Recording, model: nn.Module, without: Collection[str] = ()
     """
     title = f"recording-of-{type(model).__name__}-{recording.batch}-sequences-{recording.query_len}-tokens"
     PASSES.apply(recording, model, title, without)
+    recording.forget_read()
     if recording.count is not None:
         follow_count(recording)
     check_lengths(recording)

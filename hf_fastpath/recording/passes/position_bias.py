@@ -26,7 +26,7 @@ def position_biases(recording: Recording, model: nn.Module) -> None:
             table = _table(recording, bias)
             recording.values.append(table)
             known[bias.index] = table.register
-        attend.arguments["bias"] = known[bias.index]
+        attend.arguments = attend.arguments | {"bias": known[bias.index]}
 
 
 def _table(recording: Recording, bias: Register) -> BiasTable:

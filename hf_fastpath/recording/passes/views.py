@@ -112,7 +112,7 @@ def no_change(recording: Recording, model: nn.Module) -> None:
                     break
                 inner = producers.get(given.index)
             if isinstance(given, Register):
-                call.arguments[next(iter(call.arguments))] = given
+                call.arguments = call.arguments | {next(iter(call.arguments)): given}
         if _changes_nothing(recording, call, given):
             values[call.out.index] = given
     recording.rewrite({}, values)
