@@ -20,7 +20,7 @@ env: $(READY)
 $(READY): pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet "setuptools>=77" ninja filelock platformdirs tqdm
+	$(BIN)/python -m pip install --quiet "setuptools>=77" "setuptools-scm>=8" ninja filelock platformdirs tqdm
 	HF_FASTPATH_BUILD=never $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test]"
 	touch $@
 
