@@ -39,6 +39,7 @@ from measured_tables import (  # noqa: E402
 
 GOLDEN = DOCS / "data" / "golden.csv"
 TYPES = DOCS / "data" / "recorded_types.csv"
+TESTED = DOCS / "data" / "tested.csv"
 RECORD = "make test-full JOBS=0 TESTS=tests/patches ARGS='-k golden_matrix --record-golden docs/data/golden.csv'"
 
 
@@ -101,6 +102,16 @@ def golden_matrix() -> str:
     notes = [f"{device}: {hardware}, torch {torch}, transformers {tf}" for device, hardware, torch, tf in made_with]
     heads = ("family", "device", "dtype", *(case.replace("_", " ") for case in cases))
     return markdown_table(heads, rows) + f"\n\nMeasured with {'; '.join(notes)}."
+
+
+def tested() -> str:
+    """Return a table of the versions that the tests have passed with, from the rows that ``tests/tested.py`` wrote."""
+    rows = [
+        (row["python"], row["torch"], row["transformers"], row["platform"], row["device"],
+         f"`make {row['target']}`: {row['passed']} passed", row["date"])
+        for row in rows_of(TESTED)
+    ]  # fmt: skip
+    return markdown_table(("Python", "torch", "transformers", "platform", "device", "tests", "on"), rows)
 
 
 #: what a cache holds, by the words of ``tests/causal_lm_types.py``
@@ -226,6 +237,7 @@ OF_MODELS = [name for name in MACHINES if name.startswith("models on ")]
 #: page -> name of a generated part -> function that makes the part
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"sizes": sizes},
+    "installing.md": {"tested": tested},
     "lab/recording.md": {
         "passes over recordings": partial(passes, OF_RECORDINGS),
         "passes over steps": partial(passes, of_steps.PASSES),

@@ -119,8 +119,9 @@ def test_architecture_has_its_test(architecture):
         ("an absolute path of a build machine", r"(?<![\w.])/(?:root|work|home/\w+)/"),
         ("unfinished work", r"\b(?:TO[D]O|FIX[M]E|X[X]X)\b"),
         ("a conflict marker", r"^(?:<{7}|>{7}) "),
+        ("a package registry's host", r"(?i)(?:pypi|pythonhosted|npmjs|anaconda|crates)\.(?:or[g]|co[m]|i[o])"),
     ),
-    ids=("paths", "unfinished", "conflicts"),
+    ids=("paths", "unfinished", "conflicts", "registries"),
 )
 def test_no_file_contains(what, pattern):
     found = []
