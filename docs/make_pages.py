@@ -43,6 +43,12 @@ TESTED = DOCS / "data" / "tested.csv"
 RECORD = "make test-full JOBS=0 TESTS=tests/patches ARGS='-k golden_matrix --record-golden docs/data/golden.csv'"
 
 
+def first_page() -> str:
+    """Return the beginning of the README, with links as they are in docs/."""
+    text = (DOCS.parent / "README.md").read_text().partition("\n<!-- end of the first page -->")[0]
+    return text.replace("](docs/", "](").replace('src="docs/', 'src="').strip()
+
+
 def reason_codes() -> str:
     """Return a table of every reason code, what it means and what helps."""
     return markdown_table(("code", "meaning", "what helps"), [(f"`{code}`", *REASONS[code]) for code in REASONS])
@@ -156,6 +162,28 @@ def fast_types() -> str:
     return markdown_table(("type", "how", "PyTorch's calls"), lines)
 
 
+def covered_types() -> str:
+    """Return a table of the names of all types that were tried, by how they decode."""
+    texts, around, encoders = (rows_of(DOCS / "data" / f"{name}_types.csv") for name in _TABLES)
+    fast = [row for row in texts if _is_fast(row)]
+    lines = {
+        "text, with a file": [row for row in fast if row["how"] == "file"],
+        "text, recorded": [row for row in fast if row["how"] != "file"],
+        "behind images or sound": [row for row in around if _is_fast(row)],
+        "encoder-decoders": [row for row in encoders if _is_fast(row)],
+        "**stock code**": [row for row in (*texts, *around, *encoders) if not _is_fast(row)],
+    }
+    rows = []
+    for name, found in lines.items():
+        types = sorted({row["model_type"] for row in found})
+        rows.append((name, str(len(types)), ", ".join(f"`{each}`" for each in types)))
+    return markdown_table(("decodes", "types", "`model_type`"), rows)
+
+
+#: what the files of types in docs/data are called
+_TABLES = ("recorded", "multimodal", "encoder_decoder")
+
+
 def _types_around(name: str, compared: str, more: str, with_left: bool) -> str:
     """Return a table of the types in a file of ``docs/data``: how each decodes, and why it runs stock code.
 
@@ -237,8 +265,9 @@ OF_MODELS = [name for name in MACHINES if name.startswith("models on ")]
 #: page -> name of a generated part -> function that makes the part
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"sizes": sizes},
+    "index.md": {"first page": first_page},
     "installing.md": {"tested": tested},
-    "lab/recording.md": {
+    "design/recording.md": {
         "passes over recordings": partial(passes, OF_RECORDINGS),
         "passes over steps": partial(passes, of_steps.PASSES),
     },
@@ -253,9 +282,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "quantized-weights.md": {"formats": formats},
     "reason-codes.md": {"reason codes": reason_codes},
-    "support.md": {
+    "support.md": {"covered types": covered_types, "type counts": type_counts},
+    "evidence.md": {
         "families": families,
-        "type counts": type_counts,
         "fast types": fast_types,
         "stock types": stock_types,
         "multimodal types": partial(_types_around, "multimodal_types.csv", "text", "text, images or sound", True),
