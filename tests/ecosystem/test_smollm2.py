@@ -131,8 +131,9 @@ def test_verify_and_unpatch():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-#: the largest mean divergence from the model's own distribution that a format may have, in nats; half of it is usual
-WORST = {"int8": 0.002, "fp8": 0.02, "int4": 0.4, "int4_g32": 0.25, "nf4": 0.3, "fp4": 0.6}
+#: the largest mean divergence from the model's own distribution that a format may have, in nats: about three times what
+#: it has over 1,023 tokens (docs/quantized-weights.md), since a short answer has fewer
+WORST = {"int8": 0.006, "fp8": 0.03, "int4": 0.8, "int4_g32": 0.5, "nf4": 0.5, "fp4": 1.1}
 
 
 @pytest.mark.parametrize("weights", FORMATS)
