@@ -349,7 +349,7 @@ def test_architectures_that_are_no_architectures_are_named(tree):
 
 def test_source_archive_holds_what_a_clone_holds(tree, tmp_path):
     """The archive has tests, documentation, examples and benchmarks, which `make test` needs."""
-    for folder in (".ci", "benchmarks", "docs", "examples", "tests"):
+    for folder in (".ci", ".github", "benchmarks", "docs", "examples", "release", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file() and not path.name.startswith(".") and path.name != "compile_commands.json":
