@@ -70,9 +70,13 @@ def test_every_way_gives_what_stock_gives(way):
 def test_every_change_takes_effect(change):
     stock, ours = (copy.deepcopy(model) for model in pair())
     generate(ours)
-    for model in (stock, ours):
-        torch.manual_seed(3)
-        change(model)
+    torch.manual_seed(3)
+    try:
+        change(stock)
+    except ValueError as error:  # transformers casts no model whose weights came from a GGUF file
+        pytest.skip(str(error))
+    torch.manual_seed(3)
+    change(ours)
     assert assert_same(generate, ours, stock)
 
 
@@ -95,12 +99,13 @@ def test_answers_are_stocks(options):
     stock, _ = pair()
     given = OPTIONS[options]
     with hf_fastpath.patched(copy.deepcopy(stock), quiet=True, **given) as ours:
-        for more in ({}, dict(do_sample=True, top_p=0.9), dict(num_beams=3)):
-            for questions in (*((question,) for question in QUESTIONS), QUESTIONS):
-                if given.get("strict") and "num_beams" in more:
-                    continue  # beams are transformers' loop, which strict=True refuses
-                found, expected = (answer(model, *questions, **more) for model in (ours, stock))
-                assert torch.equal(found, expected), (questions, more)
+        ways: list[tuple[tuple[str, ...], dict]] = [(QUESTIONS[:1], {}), (QUESTIONS, {})]
+        ways += [(QUESTIONS, dict(do_sample=True, top_p=0.9)), (QUESTIONS[1:], dict(num_beams=3))]
+        for questions, more in ways:
+            if given.get("strict") and "num_beams" in more:
+                continue  # beams are transformers' loop, which strict=True refuses
+            found, expected = (answer(model, *questions, **more) for model in (ours, stock))
+            assert torch.equal(found, expected), (questions, more)
     text = loaded()[1].decode(answer(stock, QUESTIONS[0])[0])
     assert "Paris" in text
 
@@ -132,17 +137,16 @@ def test_verify_and_unpatch():
 
 
 #: the largest mean divergence from the model's own distribution that a format may have, in nats: about three times what
-#: it has over 1,023 tokens (docs/quantized-weights.md), since a short answer has fewer
+#: it has over 1,023 tokens (docs/quantized-weights.md), since a short text has fewer
 WORST = {"int8": 0.006, "fp8": 0.03, "int4": 0.8, "int4_g32": 0.5, "nf4": 0.5, "fp4": 1.1}
 
 
 @pytest.mark.parametrize("weights", FORMATS)
 def test_a_format_costs_what_it_may_and_comes_back_from_a_file(weights, tmp_path):
     model, words = copy.deepcopy(loaded()[0]), loaded()[1]
-    said = answer(model, *QUESTIONS).flatten()
-    text = said[said != words.pad_token_id][None]
+    text = words((TINY_PYTHON / "heldout.txt").read_text(), return_tensors="pt")["input_ids"][:, :128]
     (row,) = hf_fastpath.compare_formats(model, text, [weights]).rows
-    assert 0 < row.kl < WORST[weights] and row.top1_agreement > 0.6
+    assert 0 < row.kl < WORST[weights] and row.top1_agreement > 0.5
     hf_fastpath.patch(model, weights=weights, quiet=True)
     expected = answer(model, *QUESTIONS)
     hf_fastpath.save_packed(model, tmp_path)
