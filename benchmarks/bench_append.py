@@ -9,7 +9,7 @@ search with drafts does to verify drafts, which for stock is ``forward``. Engine
 fused attention without masks. With ``--microbatches`` the tokens do not stand behind the context: the context itself is
 read in pieces of so many tokens. Tokens a second are then those of the whole context, of which up to eight pieces,
 evenly spread, are timed. With ``--gguf`` there is also llama.cpp's prompt speed at that depth: its ``llama-bench``,
-found on PATH, runs on a GGUF file of the same sizes, which ``benchmarks/gguf.py`` writes.
+found on PATH, runs on a GGUF file of the same sizes, which ``benchmarks/write_gguf.py`` writes.
 
 Method. There is a model with random weights for each type, and caches have random keys and values. Every round takes
 all engines, every second round in reverse order. An engine is switched on and makes each call twice untimed and

@@ -39,7 +39,14 @@ from measured_tables import (  # noqa: E402
 
 GOLDEN = DOCS / "data" / "golden.csv"
 TYPES = DOCS / "data" / "recorded_types.csv"
+TESTED = DOCS / "data" / "tested.csv"
 RECORD = "make test-full JOBS=0 TESTS=tests/patches ARGS='-k golden_matrix --record-golden docs/data/golden.csv'"
+
+
+def first_page() -> str:
+    """Return the beginning of the README, with links as they are in docs/."""
+    text = (DOCS.parent / "README.md").read_text().partition("\n<!-- end of the first page -->")[0]
+    return text.replace("](docs/", "](").replace('src="docs/', 'src="').strip()
 
 
 def reason_codes() -> str:
@@ -70,6 +77,12 @@ def _described(architecture: Architecture) -> tuple[str, str]:
     return name, structure.rstrip(".")
 
 
+def _tests(family: str) -> str:
+    """Return the file with the tests of a family alone, if there is one; ``test_families.py`` has those of all."""
+    path = f"tests/patches/test_{family}.py"
+    return f"`{path}`" if (DOCS.parent / path).is_file() else ""
+
+
 def families() -> str:
     """Return a table of every architecture file, what it patches, and its tests."""
     rows = []
@@ -77,8 +90,8 @@ def families() -> str:
         parts = (architecture.mlp, architecture.attention, architecture.layer, architecture.norm)
         names = [part.class_name for part in parts if part.class_name not in (None, "LayerNorm")]
         patched = ", ".join(f"`{name}`" for name in names) + ", decode plan"
-        rows.append((*_described(architecture), patched, f"`tests/patches/test_{architecture.name}.py`"))
-    return markdown_table(("family", "structure", "patched", "tests"), rows)
+        rows.append((*_described(architecture), patched, _tests(architecture.name)))
+    return markdown_table(("family", "structure", "patched", "further tests"), rows)
 
 
 def golden_matrix() -> str:
@@ -101,6 +114,16 @@ def golden_matrix() -> str:
     notes = [f"{device}: {hardware}, torch {torch}, transformers {tf}" for device, hardware, torch, tf in made_with]
     heads = ("family", "device", "dtype", *(case.replace("_", " ") for case in cases))
     return markdown_table(heads, rows) + f"\n\nMeasured with {'; '.join(notes)}."
+
+
+def tested() -> str:
+    """Return a table of the versions that the tests have passed with, from the rows that ``tests/tested.py`` wrote."""
+    rows = [
+        (row["python"], row["torch"], row["transformers"], row["platform"], row["device"],
+         f"`make {row['target']}`: {row['passed']} passed", row["date"])
+        for row in rows_of(TESTED)
+    ]  # fmt: skip
+    return markdown_table(("Python", "torch", "transformers", "platform", "device", "tests", "on"), rows)
 
 
 #: what a cache holds, by the words of ``tests/causal_lm_types.py``
@@ -143,6 +166,28 @@ def fast_types() -> str:
     rows = [row for row in rows_of(TYPES) if _is_fast(row)]
     lines = [(f"`{row['model_type']}`", row["how"], row["left"].replace("; ", ", ")) for row in rows]
     return markdown_table(("type", "how", "PyTorch's calls"), lines)
+
+
+def covered_types() -> str:
+    """Return a table of the names of all types that were tried, by how they decode."""
+    texts, around, encoders = (rows_of(DOCS / "data" / f"{name}_types.csv") for name in _TABLES)
+    fast = [row for row in texts if _is_fast(row)]
+    lines = {
+        "text, with a file": [row for row in fast if row["how"] == "file"],
+        "text, recorded": [row for row in fast if row["how"] != "file"],
+        "behind images or sound": [row for row in around if _is_fast(row)],
+        "encoder-decoders": [row for row in encoders if _is_fast(row)],
+        "**stock code**": [row for row in (*texts, *around, *encoders) if not _is_fast(row)],
+    }
+    rows = []
+    for name, found in lines.items():
+        types = sorted({row["model_type"] for row in found})
+        rows.append((name, str(len(types)), ", ".join(f"`{each}`" for each in types)))
+    return markdown_table(("decodes", "types", "`model_type`"), rows)
+
+
+#: what the files of types in docs/data are called
+_TABLES = ("recorded", "multimodal", "encoder_decoder")
 
 
 def _types_around(name: str, compared: str, more: str, with_left: bool) -> str:
@@ -226,7 +271,9 @@ OF_MODELS = [name for name in MACHINES if name.startswith("models on ")]
 #: page -> name of a generated part -> function that makes the part
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"sizes": sizes},
-    "lab/recording.md": {
+    "index.md": {"first page": first_page},
+    "installing.md": {"tested": tested},
+    "design/recording.md": {
         "passes over recordings": partial(passes, OF_RECORDINGS),
         "passes over steps": partial(passes, of_steps.PASSES),
     },
@@ -241,9 +288,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "quantized-weights.md": {"formats": formats},
     "reason-codes.md": {"reason codes": reason_codes},
-    "support.md": {
+    "support.md": {"covered types": covered_types, "type counts": type_counts},
+    "evidence.md": {
         "families": families,
-        "type counts": type_counts,
         "fast types": fast_types,
         "stock types": stock_types,
         "multimodal types": partial(_types_around, "multimodal_types.csv", "text", "text, images or sound", True),

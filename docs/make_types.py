@@ -3,7 +3,7 @@
 ``python docs/make_types.py [type ...]``.
 
 Takes ten minutes on one core; with names of types only their rows are made anew. ``make docs`` then makes the table of
-``docs/support.md``.
+``docs/evidence.md`` and ``docs/support.md``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A chat on the terminal that streams its answers and reads no token twice.
 
-    python examples/chat.py                                # the small model of this repository, which continues code
+    python examples/chat.py                                # SmolLM2 if it is installed: default_model.py
     python examples/chat.py FOLDER-OR-MODEL-ID --dtype bfloat16
 
 The KV cache is kept between turns: of a long conversation, only the new message is read. An empty line, Ctrl-D or
@@ -10,15 +10,13 @@ Ctrl-C ends the chat.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
+from default_model import source_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 import hf_fastpath
 from hf_fastpath.compat import CACHE  # "cache", or "past_key_values" before transformers 5.24
-
-TINY = Path(__file__).parent / "tiny-python"
 
 
 class Chat:
@@ -60,13 +58,14 @@ class Chat:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default=str(TINY))
+    parser.add_argument("model", nargs="?")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=given.dtype).to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    source, more = source_of(given.model)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=given.dtype, **more).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(source, **more)
     chat = Chat(hf_fastpath.patch(model), tokenizer)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:

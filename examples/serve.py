@@ -1,10 +1,10 @@
 """A server with OpenAI's /v1/chat/completions over a patched model, in one page of FastAPI.
 
     pip install "hf-fastpath[serve]"
-    python examples/serve.py                             # the small model of this repository
+    python examples/serve.py                             # SmolLM2 if it is installed: default_model.py
     python examples/serve.py FOLDER-OR-MODEL-ID --dtype bfloat16 --port 8000
     curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-        -d '{"messages": [{"role": "user", "content": "import os"}], "max_tokens": 40, "stream": true}'
+        -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40, "stream": true}'
 
 OpenAI's own client takes it as ``OpenAI(base_url="http://localhost:8000/v1", api_key="none")``.
 
@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from default_model import source_of
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from pydantic import AliasChoices, BaseModel, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, TextIteratorStreamer
 
 import hf_fastpath
-
-TINY = Path(__file__).parent / "tiny-python"
 
 
 class Part(BaseModel):
@@ -177,23 +176,24 @@ def make_app(model, tokenizer, name: str) -> FastAPI:
     return app
 
 
-def load(source: str, dtype: str = "auto"):
-    """Load a model and its tokenizer, and patch the model."""
+def load(model: str | None, dtype: str = "auto"):
+    """Load a model and its tokenizer, and patch the model; return both, and a name."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
-    return hf_fastpath.patch(model), AutoTokenizer.from_pretrained(source)
+    source, more = source_of(model)
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **more).to(device).eval()
+    return hf_fastpath.patch(loaded), AutoTokenizer.from_pretrained(source, **more), Path(source).name
 
 
 def main() -> None:
     import uvicorn
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default=str(TINY))
+    parser.add_argument("model", nargs="?")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--host", default="localhost")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
-    uvicorn.run(make_app(*load(given.model, given.dtype), Path(given.model).name), host=given.host, port=given.port)
+    uvicorn.run(make_app(*load(given.model, given.dtype)), host=given.host, port=given.port)
 
 
 if __name__ == "__main__":

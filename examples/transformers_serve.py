@@ -1,17 +1,20 @@
 """``transformers serve`` with models that are patched when they are loaded; the arguments are those of the command.
 
     pip install "hf-fastpath[serve]"
-    python examples/transformers_serve.py examples/tiny-python --port 8000    # in the place of: transformers serve ...
+    python examples/transformers_serve.py FOLDER-OR-MODEL-ID --port 8000  # in the place of: transformers serve ...
+    python examples/transformers_serve.py --port 8000  # SmolLM2 if it is installed: default_model.py
 
 Leave ``--continuous-batching`` and ``--compile`` out: both run code of their own instead of ``generate()``.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import weakref
 
+from default_model import TINY, source_of
 from transformers.cli import transformers as command
 from transformers.cli.serving import model_manager
 
@@ -47,7 +50,14 @@ class PatchingModelManager(model_manager.ModelManager):
 def main() -> None:
     # The command makes its manager by this name, and only in this process.
     model_manager.ModelManager = PatchingModelManager
-    command.app(["serve", *sys.argv[1:]], prog_name="transformers")
+    given = sys.argv[1:]
+    if not given or given[0].startswith("-"):
+        source, more = source_of(None)
+        takes = inspect.signature(model_manager.ModelManager.load_model_and_processor).parameters
+        if more and "gguf_file" not in takes:
+            source, more = str(TINY), {}  # this transformers serves no GGUF file
+        given = [":".join((source, *more.values())), *given]
+    command.app(["serve", *given], prog_name="transformers")
 
 
 if __name__ == "__main__":

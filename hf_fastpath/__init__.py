@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from . import logs as logs  # the logger is there from now on
-from ._version import __version__
+
+try:
+    from ._version import __version__
+except ModuleNotFoundError:  # setup.py writes the file
+    __version__ = "0+clone"
 
 #: public name -> module that defines it; a name is imported when it is first used, so `import hf_fastpath` is cheap
 _PUBLIC = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,6 +21,12 @@ def dtype(text: str) -> torch.dtype:
     import torch
 
     return getattr(torch, DTYPES[text])
+
+
+def checkpoint(source: str) -> tuple[str, dict[str, str]]:
+    """Return what ``from_pretrained()`` takes for a folder, model id or GGUF file: its first and further arguments."""
+    path = Path(source)
+    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" and path.is_file() else (source, {})
 
 
 def count(text: str) -> int:

@@ -119,7 +119,7 @@ REASONS: dict[str, Reason] = {
     ),
     "sharded": Reason(
         "the weights are spread over several processes in a way that is not covered (FSDP, DeepSpeed ZeRO-3, ranks "
-        "that do not divide heads or KV heads, or styles of a plan that docs/lab/several_gpus.md does not list)",
+        "that do not divide heads or KV heads, or styles of a plan that docs/design/several_gpus.md does not list)",
         "load the model with its own tp_plan over ranks that divide its heads, or whole on one device",
     ),
     "class_forward": Reason(

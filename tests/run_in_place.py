@@ -10,6 +10,7 @@ of what failed.
 import contextlib
 import io
 import json
+import os
 import runpy
 import sys
 import traceback
@@ -47,7 +48,11 @@ def run(kind, what):
         bandwidth.CPU_BYTES = 1 << 26  # figures are not compared
         return {"status": main(what)}
     if kind == "file":
-        runpy.run_path(what, run_name="example")
+        sys.path.insert(0, os.path.dirname(what))  # as Python does with the folder of a script
+        try:
+            runpy.run_path(what, run_name="example")
+        finally:
+            sys.path.pop(0)
         return {}
     return code(what, given=kind == "snippet")
 

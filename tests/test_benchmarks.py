@@ -28,7 +28,7 @@ import bench_append  # noqa: E402
 import bench_multimodal  # noqa: E402
 import bench_packed_gemm  # noqa: E402
 import bench_pages  # noqa: E402
-import gguf  # noqa: E402
+import write_gguf  # noqa: E402
 
 
 class Reader:
@@ -73,7 +73,7 @@ def test_gguf_file_has_the_models_sizes(tied, kind):
     dtype = measure.DTYPES[kind]
     model = build("llama", tie_word_embeddings=tied).to(dtype)
     file = io.BytesIO()
-    gguf.write(file, model.config, kind)
+    write_gguf.write(file, model.config, kind)
     read = Reader(file.getvalue())
     config = model.config
     assert read.metadata["llama.block_count"] == config.num_hidden_layers
@@ -93,8 +93,8 @@ def test_gguf_file_has_the_models_sizes(tied, kind):
 def test_gguf_blocks_hold_the_weights(kind, bits):
     """A block has 32 weights behind their scale; of four bits the first sixteen are low, the others high."""
     values = torch.randn(4, 64)
-    blocks = gguf.TENSOR_TYPES[kind].encode(values)
-    assert blocks.nbytes == gguf.TENSOR_TYPES[kind].nbytes(values.numel()) == 8 * (2 + 32 * bits // 8)
+    blocks = write_gguf.TENSOR_TYPES[kind].encode(values)
+    assert blocks.nbytes == write_gguf.TENSOR_TYPES[kind].nbytes(values.numel()) == 8 * (2 + 32 * bits // 8)
     scale, quants = blocks[:, :2].contiguous().view(torch.float16).float(), blocks[:, 2:]
     steps = torch.cat((quants & 15, quants >> 4), dim=1).float() - 8 if bits == 4 else quants.view(torch.int8).float()
     assert ((steps * scale).view(4, 64) - values).abs().max() <= scale.abs().max() * 1.01
@@ -102,7 +102,7 @@ def test_gguf_blocks_hold_the_weights(kind, bits):
 
 def test_quantized_gguf_file_keeps_norms_and_head():
     model, file = build("llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=False), io.BytesIO()
-    gguf.write(file, model.config, "q4_0")
+    write_gguf.write(file, model.config, "q4_0")
     kinds = {name: kind for name, (_, kind, _) in Reader(file.getvalue()).tensors.items()}
     assert kinds["output.weight"] == kinds["token_embd.weight"] == 1 and kinds["output_norm.weight"] == 0
     assert kinds["blk.1.ffn_down.weight"] == 2
@@ -126,7 +126,7 @@ def test_llama_bench_is_asked_for_decode_alone(tmp_path, monkeypatch):
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho \'[{{"avg_ns": 3000000000}}]\'\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="no file .*gguf.py writes one"):
+    with pytest.raises(FileNotFoundError, match="no file .*write_gguf.py writes one"):
         engines.LlamaBench(file)
     file.touch()
     assert engines.LlamaBench(file).seconds_per_token(context=177, new_tokens=6) == pytest.approx(0.5)

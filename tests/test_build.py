@@ -268,8 +268,9 @@ def tree(tmp_path):
     made = tmp_path / "tree"
     for folder in ("hf_fastpath", "patches", "csrc"):
         shutil.copytree(ROOT / folder, made / folder, ignore=shutil.ignore_patterns("lib", "__pycache__"))
-    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE", ".git_archival.txt", ".gitattributes"):
         shutil.copy(ROOT / file, made)
+    (made / "hf_fastpath" / "_version.py").unlink(missing_ok=True)  # of a build in this clone
     return made
 
 
@@ -348,7 +349,7 @@ def test_architectures_that_are_no_architectures_are_named(tree):
 
 def test_source_archive_holds_what_a_clone_holds(tree, tmp_path):
     """The archive has tests, documentation, examples and benchmarks, which `make test` needs."""
-    for folder in (".ci", "benchmarks", "docs", "examples", "tests"):
+    for folder in (".ci", ".github", "benchmarks", "docs", "examples", "release", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file() and not path.name.startswith(".") and path.name != "compile_commands.json":
@@ -364,6 +365,43 @@ def test_source_archive_holds_what_a_clone_holds(tree, tmp_path):
     left_out = {name for name in held if name.startswith(("dist/", "build/")) or ".egg-info" in name}
     assert held - left_out <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def git(tree: Path, *arguments: str) -> bytes:
+    names = [item for key in ("user.name", "user.email") for item in ("-c", f"{key}=nobody")]
+    return subprocess.run(["git", *names, *arguments], cwd=tree, check=True, capture_output=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_version_is_the_tags(tree, tmp_path):
+    """A clone at a tag has its version, one behind it another; what was packed from the clone has it without git."""
+    pytest.importorskip("setuptools_scm", reason="setuptools-scm is not installed")
+
+    def version(folder: Path) -> str:
+        done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        told, written = done.stdout.splitlines()[-1], (folder / "hf_fastpath" / "_version.py").read_text()
+        assert f'__version__ = "{told}"' in written
+        return told
+
+    assert version(tree) == "0.0", "neither git nor a file says it"
+    (tree / ".gitignore").write_text("__pycache__/\n*.egg-info/\ndist/\nhf_fastpath/_version.py\n")
+    git(tree, "init")
+    git(tree, "add", ".")
+    git(tree, "commit", "-m", "first")
+    git(tree, "tag", "v7.8.9")
+    assert version(tree) == "7.8.9"
+    downloaded, packed = tmp_path / "downloaded", tmp_path / "packed"
+    downloaded.mkdir()
+    subprocess.run(["tar", "x", "-C", downloaded], input=git(tree, "archive", "HEAD"), check=True)
+    assert version(downloaded) == "7.8.9"
+    subprocess.run([sys.executable, "setup.py", "-q", "sdist"], cwd=tree, check=True, capture_output=True)
+    (archive,) = (tree / "dist").iterdir()
+    packed.mkdir()
+    subprocess.run(["tar", "xf", archive, "-C", packed, "--strip-components=1"], check=True)
+    assert version(packed) == "7.8.9"
+    git(tree, "commit", "--allow-empty", "-m", "second")
+    assert re.match(r"7\.8\.10\.dev1\+g[0-9a-f]+", version(tree))
 
 
 def test_links_of_the_long_description_are_absolute(tree):

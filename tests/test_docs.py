@@ -112,6 +112,19 @@ def test_lab_pages_are_listed_and_linked():
     assert named and named <= pages
 
 
+def test_lab_pages_are_dated_experiments():
+    """How things work is in docs/design and ARCHITECTURE.md, which are kept true; an experiment has a date."""
+    undated = {}
+    for page in (DOCS / "lab").glob("*.md"):
+        named = [head for head in re.findall(r"^## (.+)", page.read_text(), flags=re.M) if "(202" not in head]
+        undated |= {page.name: left} if (left := set(named) - UNDATED) else {}
+    assert not undated
+
+
+#: headings of experiments whose paragraphs have the dates
+UNDATED = {"CPU", "Prompts of mixtures", "Rejected"}
+
+
 def test_performance_is_short():
     """What was tried belongs into docs/lab."""
     assert len((DOCS / "performance.md").read_text().splitlines()) <= 250

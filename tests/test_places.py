@@ -31,6 +31,7 @@ def blocks(page: Path, language: str) -> list[str]:
 #: start of a command that is not run here -> why
 NOT_RUN = {
     "pip install": "changes the environment",
+    "git clone": "fetches this repository",
     "make demo": "sets an environment up; test_make_sets_everything_up, and the example demo.py",
     "make test": "sets an environment up; test_make_sets_everything_up",
     "python examples/": "a server; tests/test_examples.py runs the examples",

@@ -171,7 +171,7 @@ class LlamaBench:
         if program is None:
             raise FileNotFoundError("llama-bench is not on PATH: build llama.cpp and add its folder of programs")
         if not gguf.is_file():
-            raise FileNotFoundError(f"there is no file {gguf}: benchmarks/gguf.py writes one")
+            raise FileNotFoundError(f"there is no file {gguf}: benchmarks/write_gguf.py writes one")
         self.program, self.gguf = program, gguf
 
     def seconds_per_token(self, context: int, new_tokens: int) -> float:

@@ -7,7 +7,7 @@ These engines run on the same weights: ``stock`` (transformers as it is), ``stat
 (``hf_fastpath.patch``). ``ours-sampled`` is ``ours`` with temperature, top-k and top-p, ``ours-streamed`` is
 ``ours`` with a ``TextIteratorStreamer`` (batch 1), ``ours-int8-kv`` and ``ours-fp8-kv`` have a quantized KV
 cache. With ``--gguf`` there is also ``llama.cpp``: its ``llama-bench``, found on PATH, runs on a GGUF file of
-the same sizes, which ``benchmarks/gguf.py`` of the source checkout writes (batch 1, decode only).
+the same sizes, which ``benchmarks/write_gguf.py`` of the source checkout writes (batch 1, decode only).
 
 Method. All times are of ``model.generate()``, greedy unless named otherwise, with random prompts and no end
 token, so every length is exact. Prefill is the time of one call that makes one token. Decode is ``(t2 - t1) /

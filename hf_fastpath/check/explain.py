@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import compat, traffic
+from .. import arguments, compat, traffic
 from ..errors import NoCounterpart, UnsupportedModelError
 from ..linears.packed_linear import PackedLinear
 from ..native import loader
@@ -144,7 +144,7 @@ def _gigabytes(count: int) -> str:
 
 
 def config_of(source: str, trust_remote_code: bool = False) -> Any:
-    """Return the config in a folder, of a config.json, or of a model id.
+    """Return the config in a folder, of a config.json, of a GGUF file, or of a model id.
 
     Raises:
         ValueError: there is none that transformers can read.
@@ -152,6 +152,9 @@ def config_of(source: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig, PreTrainedConfig
 
     try:
+        folder, more = arguments.checkpoint(source)
+        if more:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **more)
         path = Path(source)
         file = path / "config.json" if path.is_dir() else path
         entries = json.loads(read_plain(file)) if file.exists() else PreTrainedConfig.get_config_dict(source)[0]
@@ -161,7 +164,7 @@ def config_of(source: str, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # of the file, the hub, transformers, or a class that came with the config
         raise ValueError(
-            f"{str(source)!r} is no folder, config.json or model id that transformers can read: "
+            f"{str(source)!r} is no folder, config.json, GGUF file or model id that transformers can read: "
             f"{_said(error).removeprefix('OSError: ').removeprefix('ValueError: ')}"
         ) from error
 

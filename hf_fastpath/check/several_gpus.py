@@ -2,7 +2,7 @@
 
 A step takes ``bytes of a GPU / R + sums * t_sum(N) + E``: every rank reads its shards and its heads' part of the cache
 at the bandwidth R and waits for every sum over ranks; E stands for all that reading does not hide.
-``docs/lab/several_gpus.md`` says where the constants come from.
+``docs/design/several_gpus.md`` says where the constants come from.
 """
 
 from __future__ import annotations

@@ -100,19 +100,20 @@ def _load_model(given: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with announced(f"loading {given.model}"):
+        source, more = arguments.checkpoint(given.model)
         remote = dict(trust_remote_code=given.trust_remote_code)
         dtype = given.dtype or "float32"
-        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype, **remote)
-        return model.to(given.device).eval(), AutoTokenizer.from_pretrained(given.model, **remote)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **remote, **more)
+        return model.to(given.device).eval(), AutoTokenizer.from_pretrained(source, **remote, **more)
 
 
 def _loaded(given: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[Any, Any]:
     """Do as :func:`_load_model`; what cannot be loaded ends the program."""
     try:
         return _load_model(given)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:  # transformers needs another package for a GGUF file
         first = str(error).strip().splitlines()[0]
-        parser.error(f"{given.model!r} is no folder or model id of a causal LM with a tokenizer: {first}")
+        parser.error(f"{given.model!r} is no folder, GGUF file or model id of a causal LM with a tokenizer: {first}")
 
 
 def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -236,7 +237,8 @@ def _main(argv: Sequence[str] | None) -> int:
         description="Exit status of a model: 0 if its decode loop would be fast, 1 if not, 2 for what is no "
         "model, 3 after an error that nobody foresaw.",
     )
-    explain.add_argument("what", nargs="?", help="a reason code; a folder, config.json or model id; none: all codes")
+    named = "a reason code; a folder, config.json, GGUF file or model id; none: all codes"
+    explain.add_argument("what", nargs="?", help=named)
     explain.add_argument(
         "--dtype",
         type=arguments.dtype,
@@ -260,7 +262,7 @@ def _main(argv: Sequence[str] | None) -> int:
         description="Exit status: 0 if no error is above stock's own noise, 1 if one is, 2 if nothing was compared, "
         "3 after an error that nobody foresaw.",
     )
-    verify.add_argument("model", help="folder or name of a causal LM")
+    verify.add_argument("model", help="folder, GGUF file or name of a causal LM")
     verify.add_argument("--prompt", default="import os\n\n\ndef", help="text to continue")
     verify.add_argument("--dtype", type=arguments.dtype, help="of the weights: float32 (default), float16, bfloat16")
     verify.add_argument("--device", type=arguments.device, help="cuda, cuda:1, cpu; default: cuda if there is one")

@@ -15,7 +15,7 @@ _FORMATS = tuple(format.label for format in PackedFormat)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    parser.add_argument("model", help="folder or name of a causal LM")
+    parser.add_argument("model", help="folder, GGUF file or name of a causal LM")
     parser.add_argument("--prompt", default="import os\n\n\ndef", help="text to continue")
     parser.add_argument("--batch", type=arguments.count, default=1, help="sequences of that prompt")
     parser.add_argument("--tokens", type=arguments.count, default=32, help="steps that are measured, 4 or more")

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import compat, switches
-from .._version import __version__
+from .. import __version__, compat, switches
 from ..decode.calls.pass_table import switched_off
 from ..decode.ranks import process_group as over
 from ..decode.ranks.process_group import Ranks

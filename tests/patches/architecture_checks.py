@@ -1,6 +1,6 @@
 """The checks that every architecture goes through, written once.
 
-``globals().update(architecture_tests("gpt2"))`` gives a test file its ``test_<arch>_...`` functions.
+``architecture_tests("gpt2")`` makes the ``test_gpt2_...`` functions, which ``test_families.py`` has of every family.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from models import VOCAB, WINDOW, build, counting, fresh, left_padded, pair, prompt, require_native
 from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, forced_logits, walk
 from said import logged
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
@@ -216,8 +216,12 @@ def architecture_tests(architecture: str) -> dict[str, Callable]:
 
 def assert_variant_right(
     architecture: str, device: torch.device, fast: bool = True, reason: str | None = None, **changes
-) -> None:
-    """Assert that a config that differs in ``changes`` gives stock's tokens and logits, and by which loop."""
+) -> PreTrainedModel:
+    """Assert that a config that differs in ``changes`` gives stock's tokens and logits, and by which loop.
+
+    Returns:
+        The patched model.
+    """
     require_native(device)
     stock = build(architecture, **changes).to(device)
     with logged("keep stock code") if reason == "declined" else nullcontext():
@@ -235,6 +239,7 @@ def assert_variant_right(
     expected = walk(ref, text, [first] + [1] * steps, RoundingCache(ref.config, torch.float32))[:, first - 1 :]
     rule.add(forced_logits(ours, text, first), forced_logits(stock, text, first), expected)
     rule.check(f"{architecture} {changes}", POSITIONS)
+    return ours
 
 
 def assert_same_gradients(architecture: str, device: torch.device) -> None:

@@ -1,8 +1,7 @@
-"""Falcon: the common checks, and the switches of its config."""
+"""Falcon: bytes of its cache, and its masks."""
 
 import pytest
 import torch
-from architecture_checks import architecture_tests, assert_variant_right
 from models import CPU, SHORT, build, counting, fresh, prompt
 from parity import assert_same_tokens
 
@@ -11,46 +10,8 @@ from hf_fastpath import traffic
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.sources import steps
 
-globals().update(architecture_tests("falcon"))
-
 #: the structure of Falcon 7B; the test model has the structure of 40B and 180B
 OLD = {"new_decoder_architecture": False}
-
-
-@pytest.mark.parametrize("multi_query", (True, False))
-def test_falcon_one_norm(multi_query, device):
-    assert_variant_right("falcon", device, multi_query=multi_query, num_kv_heads=4, **OLD)
-
-
-@pytest.mark.parametrize("multi_query", (True, False))
-def test_falcon_mlp_follows_attention(multi_query, device):
-    assert_variant_right("falcon", device, parallel_attn=False, multi_query=multi_query, num_kv_heads=4, **OLD)
-
-
-@pytest.mark.parametrize("num_kv_heads", (1, 4))
-def test_falcon_kv_heads(num_kv_heads, device):
-    assert_variant_right("falcon", device, num_kv_heads=num_kv_heads)
-
-
-def test_falcon_one_norm_for_both(device):
-    assert_variant_right("falcon", device, num_ln_in_parallel_attn=1)
-
-
-@pytest.mark.parametrize("changes", ({}, OLD | {"parallel_attn": False}), ids=("parallel", "in_turn"))
-def test_falcon_biases(changes, device):
-    assert_variant_right("falcon", device, bias=True, **changes)
-
-
-def test_falcon_eager_attention(device):
-    assert_variant_right("falcon", device, attn_implementation="eager")
-
-
-def test_falcon_separate_head(device):
-    assert_variant_right("falcon", device, tie_word_embeddings=False)
-
-
-def test_falcon_alibi_runs_stock(device):
-    assert_variant_right("falcon", device, fast=False, reason="declined", alibi=True)
 
 
 @torch.no_grad()

@@ -1,11 +1,11 @@
-"""gpt-oss: the common checks, the switches of its config, sinks, gates, and quantized experts."""
+"""gpt-oss: sinks, gates, and quantized experts."""
 
 import copy
 from types import MethodType
 
 import pytest
 import torch
-from architecture_checks import architecture_tests, assert_same_gradients, assert_variant_right
+from architecture_checks import assert_same_gradients
 from models import build, counting, fresh, prompt, require_native
 from parity import LogitRule, RoundingCache, assert_equal_generation, float64_copy, forced_logits, walk
 from safetensors.torch import save_file
@@ -15,36 +15,6 @@ from transformers.integrations import mxfp4
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import hf_fastpath
-
-globals().update(architecture_tests("gpt_oss"))
-
-
-@pytest.mark.parametrize("top_k", (1, 5))
-def test_gpt_oss_experts_a_token(top_k, device):
-    assert_variant_right("gpt_oss", device, num_experts_per_tok=top_k)
-
-
-@pytest.mark.parametrize("kind", ("full_attention", "sliding_attention"))
-def test_gpt_oss_layers_of_one_kind(kind, device):
-    assert_variant_right("gpt_oss", device, layer_types=[kind] * 2)
-
-
-def test_gpt_oss_without_attention_bias(device):
-    assert_variant_right("gpt_oss", device, attention_bias=False)
-
-
-def test_gpt_oss_tied_head(device):
-    assert_variant_right("gpt_oss", device, tie_word_embeddings=True)
-
-
-def test_gpt_oss_plain_angles(device):
-    """The angles of the checkpoints are scaled by yarn, and so are those of the other tests."""
-    assert_variant_right("gpt_oss", device, rope_parameters={"rope_type": "default", "rope_theta": 150000.0})
-
-
-@pytest.mark.parametrize("implementation", ("eager", "batched_mm"))
-def test_gpt_oss_experts_implementations(implementation, device):
-    assert_variant_right("gpt_oss", device, experts_implementation=implementation)
 
 
 @pytest.mark.parametrize("change", ("values", "tensor"))

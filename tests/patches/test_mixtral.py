@@ -1,45 +1,17 @@
-"""Mixtral: the common checks, the switches of its config, and experts that the kernels do not take."""
+"""Mixtral: routers, gradients, and experts that the kernels do not take."""
 
 import copy
 
 import pytest
 import torch
-from architecture_checks import architecture_tests, assert_same_gradients, assert_variant_right
-from models import WINDOW, build, counting, fresh, prompt, require_native
+from architecture_checks import assert_same_gradients
+from models import build, counting, fresh, prompt, require_native
 from parity import assert_equal_generation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import hf_fastpath
 from hf_fastpath import traffic
-
-globals().update(architecture_tests("mixtral"))
-
-
-@pytest.mark.parametrize("top_k", (1, 5))
-def test_mixtral_experts_a_token(top_k, device):
-    assert_variant_right("mixtral", device, num_experts_per_tok=top_k)
-
-
-def test_mixtral_window(device):
-    assert_variant_right("mixtral", device, sliding_window=WINDOW)
-
-
-def test_mixtral_gelu_gate(device):
-    assert_variant_right("mixtral", device, hidden_act="gelu_pytorch_tanh")
-
-
-def test_mixtral_tied_head(device):
-    assert_variant_right("mixtral", device, tie_word_embeddings=True)
-
-
-@pytest.mark.parametrize("implementation", ("eager", "batched_mm"))
-def test_mixtral_experts_implementations(implementation, device):
-    assert_variant_right("mixtral", device, experts_implementation=implementation)
-
-
-def test_mixtral_relu_experts(device):
-    assert_variant_right("mixtral", device, hidden_act="relu")
 
 
 def test_mixtral_experts_of_another_class_are_recorded(device):

@@ -252,7 +252,7 @@ def test_cli_explain_measures_the_bandwidth(tmp_path, monkeypatch, capsys):
     ("arguments", "text"),
     (
         (["batchsize"], "Did you mean 'batch_size'"),
-        (["no/such/folder"], "'no/such/folder' is no folder, config.json or model id"),
+        (["no/such/folder"], "'no/such/folder' is no folder, config.json, GGUF file or model id"),
         (["autocast", "--bandwidth", "fast"], "got 'fast', expected GB/s or 'measure'"),
         (["autocast", "--bandwidth", "-1"], "got '-1', expected GB/s"),
     ),

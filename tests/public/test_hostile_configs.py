@@ -64,7 +64,7 @@ def test_explain_of_what_is_no_config(what, tmp_path, monkeypatch):
     PLACED[what](tmp_path / "config.json")
     for source in (tmp_path, tmp_path / "config.json"):
         if what != "folder" or source is tmp_path:
-            with soon(), pytest.raises(ValueError, match="is no folder, config.json or model id"):
+            with soon(), pytest.raises(ValueError, match="is no folder, config.json, GGUF file or model id"):
                 explain(str(source))
 
 

@@ -509,7 +509,7 @@ def test_cli_profile(capsys, tmp_path):
 
 
 CLI_REFUSED = {
-    "no model": (["/nowhere"], "'/nowhere' is no folder or model id of a causal LM"),
+    "no model": (["/nowhere"], "'/nowhere' is no folder, GGUF file or model id of a causal LM"),
     "picture": ([str(TINY_PYTHON), "--save", "x.png"], "expected a name that ends in .svg"),
     "tokens": ([str(TINY_PYTHON), "--tokens", "2"], "tokens=2, expected a whole number from 4 on"),
     "batch": ([str(TINY_PYTHON), "--batch", "65", "--bandwidth", "1"], "batch_size"),

@@ -1,6 +1,6 @@
 """Write a GGUF file of a model shape with random weights, for ``bench_generate.py --gguf``.
 
-    python benchmarks/gguf.py --model tinyllama-1.1b --dtype fp16 tinyllama-f16.gguf
+    python benchmarks/write_gguf.py --model tinyllama-1.1b --dtype fp16 tinyllama-f16.gguf
 
 llama.cpp then computes with the same sizes and bytes as the random model beside it. The file's vocabulary is empty, so
 that only programs that need no text, such as ``llama-bench``, can use the file. Llama and Mistral shapes are supported.
