@@ -31,6 +31,7 @@ from measured_tables import (  # noqa: E402
     MACHINES,
     behind_images,
     encoder_decoders,
+    first_tokens,
     markdown_table,
     measured,
     over_gpus,
@@ -298,6 +299,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
             _types_around, "encoder_decoder_types.csv", "outputs", "texts and outputs", True
         ),
         "golden matrix": golden_matrix,
+        "first tokens": first_tokens,
     },
 }
 

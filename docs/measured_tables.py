@@ -23,6 +23,29 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
 
 
+#: layers and features of the models whose first tokens are compared, and lengths of their prompts
+FIRST_TOKEN_SIZE, FIRST_TOKEN_PROMPTS = "16x1024", (1, 16, 128, 1024)
+
+
+def first_tokens() -> str:
+    """Return a table of the speed of a first token, stock's time by ours: a type a line."""
+    rows = [row for row in rows_of(DATA / "first_token_h200.csv") if row["size"] == FIRST_TOKEN_SIZE]
+    newest = {(row["type"], int(row["prompt"])): row for row in rows}
+    by_type: dict[str, dict[int, dict[str, str]]] = {}
+    for (name, length), row in newest.items():
+        by_type.setdefault(name, {})[length] = row
+    complete = {name: of for name, of in sorted(by_type.items()) if set(FIRST_TOKEN_PROMPTS) <= set(of)}
+    lines = [
+        [f"`{name}`", *(f"{float(of[length]['speed']):.2f}" for length in FIRST_TOKEN_PROMPTS)]
+        for name, of in complete.items()
+    ]
+    least = min(float(of[length]["speed"]) for of in complete.values() for length in FIRST_TOKEN_PROMPTS)
+    one = rows[-1]
+    told = f"{len(lines)} types; the least is {least:.2f}. {one['device']}, torch {one['torch']}, transformers"
+    table = markdown_table(["type", *(f"{length:,} token{'s'[: length > 1]}" for length in FIRST_TOKEN_PROMPTS)], lines)
+    return f"{table}\n\n{told} {one['transformers']}, {one['dtype']}, {one['date']}."
+
+
 @dataclass(frozen=True)
 class Work:
     """A line of a machine's table: work for which a CSV of ``benchmarks/data`` has rows.
