@@ -86,8 +86,7 @@ def packed_call(
     def random_bytes(*shape: int, below: int = 256) -> Callable[[torch.device, torch.dtype], torch.Tensor]:
         return lambda device, dtype: torch.randint(below, shape, device=device, dtype=torch.uint8)
 
-    # the largest bytes of fp8 are NaN
-    quants = random_bytes(n, padded(k) * found.bits // 8, below=127 if found.is_float else 256)
+    quants = random_bytes(n, padded(k) * found.bits // 8, below=found.finite_bytes)
     zeros = random_bytes(*groups, below=16) if found.has_zeros else None
 
     def scales(device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -229,11 +229,9 @@ def formats() -> str:
     for format in FORMATS.values():
         packed = quantize(weight, format)
         error = (packed.dequantize() - weight).norm() / weight.norm()
-        kind = f"{format.lowest} to {format.highest}" + ", a zero point for each scale" * format.has_zeros
-        kind = "float8_e4m3fn" if format.is_float else "places in a table of 16 values" if format.is_table else kind
         group = f"{format.group} weights" if format.group else "a row"
         bits = format.nbytes(*weight.shape) * 8 / weight.numel()
-        rows.append((f"`{format.name}`", kind, group, f"{bits:.2f}", f"{error:.2%}"))
+        rows.append((f"`{format.name}`", format.kind, group, f"{bits:.2f}", f"{error:.2%}"))
     return markdown_table(("format", "quants", "a scale for", "bits", "error"), rows)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from .packed_formats import FORMATS
+
 
 class Choice(enum.IntEnum):
     """One of a few values. ``Activation("gelu_tanh")``, ``Activation(3)`` and ``Activation.GELU_TANH`` are equal."""
@@ -80,12 +82,9 @@ class Scoring(Choice):
 class PackedFormat(Choice):
     """``PackedFormat`` of ``csrc/weights/formats.generated.h``; ``packed_formats.py`` describes the formats."""
 
-    INT8 = 0
-    FP8 = 1
-    INT4 = 2
-    INT4_G32 = 3
-    NF4 = 4
-    FP4 = 5
+    _ignore_ = ("each", "number")
+    for number, each in enumerate(FORMATS):
+        vars()[each.upper()] = number
 
 
 #: what ``patch(lm_head=...)`` takes: "fp16" leaves the head as it is, any other name is a format

@@ -14,15 +14,20 @@ zeros are separate tensors, so that a kernel reads each of them as one unbroken 
 * scales, float16 or of tables float32 [rows, groups], and zeros, uint8 [rows, groups]; the padding of a block is quants
   of value zero.
 * multiplier, a power of two for the whole matrix: it keeps the scales in float16's normal range.
+
+What a row of :data:`FORMATS` says is all that Python, the portable kernels and the docs know of a format. Kernels for
+vector instructions and GPUs read some formats as they lie (``has_kernels``); weights of others are read one by one on a
+CPU, and are dequantized in front of a product on a GPU.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from .choices import PackedFormat
+from typing import NamedTuple
 
 #: weights that are ordered together; rows are padded to whole blocks
 BLOCK = 128
@@ -32,8 +37,14 @@ STRETCHES = 4
 MOST_STEPS = 1 << 13
 
 
+#: type of scales -> bytes of a scale; ``scale_value()`` of ``csrc/weights/packed_values.h`` reads them
+SCALE_BYTES = {"float16": 2, "float32": 4}
+#: groups that a block is cut into evenly; 0: a whole row
+_GROUPS = (0, BLOCK // STRETCHES, 2 * BLOCK // STRETCHES, BLOCK)
+
+
 class QuantValues(enum.Enum):
-    """What quants are: ``PackedValues`` of ``csrc/weights/packed_format.h``."""
+    """What quants are: ``quant_value()`` of ``csrc/weights/packed_values.h`` has the same, ``_KINDS`` for Python."""
 
     #: of 8 bits signed, of 4 bits from 0 to 15
     INTEGERS = "integers"
@@ -82,6 +93,8 @@ class Format:
         table: the values, each a float32; empty if values are none.
         steps: of a table: 1 is so many steps. Kernels that multiply integers round values to whole steps.
         order: how quants lie: "stretches", see the module's docstring.
+        has_kernels: whether kernels for vector instructions and GPUs read such weights; else the portable kernel does
+            on a CPU, and on a GPU weights are dequantized in front of each product. That is right and slow.
 
     Raises:
         ValueError: no kernel knows such a format.
@@ -100,12 +113,37 @@ class Format:
     table: tuple[float, ...] = ()
     steps: int = 0
     order: str = "stretches"
+    has_kernels: bool = True
 
     def __post_init__(self) -> None:
+        rules = self._rules_of_kernels() if self.has_kernels else self._rules_of_all()
+        broken = [rule for rule, holds in rules.items() if not holds]
+        if broken:
+            raise ValueError(f"hf_fastpath: format {self.name!r}: {'; '.join(broken)}: write kernels for it first")
+
+    def _rules_of_all(self) -> dict[str, bool]:
+        """Return what holds for any format: rule that a fault breaks -> whether it holds."""
+        groups, is_nibble, is_table = _GROUPS, self.bits == 4, self.is_table
+        return {
+            f"bits is {self.bits}, expected 4 or 8": self.bits in (4, 8),
+            f"group is {self.group}, expected {' or '.join(map(str, groups))} weights": self.group in groups,
+            f"the table has {len(self.table)} values, expected {16 * is_table}": len(self.table) == 16 * is_table,
+            "a table is of four bits": is_nibble or not is_table,
+            "float8_e4m3fn is of eight bits": not is_nibble or not self.is_float,
+            "zero points are of integers of four bits": self.zeros is ZeroPoints.NONE or (is_nibble and not is_table),
+            "values of a table are float32, one of them 0": not is_table or _is_table(self.table, math.inf),
+            f"zero is {self.zero} and not fixed": self.zero == 0 or self.zeros is ZeroPoints.FIXED,
+            f"direction is {self.direction}, expected inputs": self.direction == "inputs",
+            f"scale_dtype is {self.scale_dtype}, expected {' or '.join(SCALE_BYTES)}": self.scale_dtype in SCALE_BYTES,
+            f"order is {self.order}, expected stretches": self.order == "stretches",
+        }
+
+    def _rules_of_kernels(self) -> dict[str, bool]:
+        """Return what kernels take for granted; ``Traits`` of ``packed_format.h`` says which ones they are."""
         is_table = self.values is QuantValues.TABLE
         groups = (2 * BLOCK // STRETCHES,) if is_table else (0, BLOCK // STRETCHES, BLOCK)
         scale = "float32" if is_table else "float16"
-        rules = {
+        return {
             f"bits is {self.bits}, expected 4 or 8": self.bits in (4, 8),
             f"group is {self.group}, expected {' or '.join(map(str, groups))} weights": self.group in groups,
             f"the table has {len(self.table)} values, expected {16 * is_table}": len(self.table) == 16 * is_table,
@@ -117,14 +155,26 @@ class Format:
             f"scale_dtype is {self.scale_dtype}, expected {scale}": self.scale_dtype == scale,
             f"order is {self.order}, expected stretches": self.order == "stretches",
         }
-        broken = [rule for rule, holds in rules.items() if not holds]
-        if broken:
-            raise ValueError(f"hf_fastpath: format {self.name!r}: {'; '.join(broken)}: write kernels for it first")
 
     @property
-    def packed_format(self) -> PackedFormat:
-        """The name that ops have for the format."""
-        return PackedFormat[self.name.upper()]
+    def number(self) -> int:
+        """The number that ops have for the format: ``choices.PackedFormat`` names them."""
+        return list(FORMATS).index(self.name)
+
+    @property
+    def codebook(self) -> tuple[float, ...]:
+        """The value of each quant in units of the scale, without its group's zero point; some may be NaN."""
+        return _KINDS[self.values].codebook(self)
+
+    @property
+    def kind(self) -> str:
+        """What quants are, in words."""
+        return _KINDS[self.values].words(self)
+
+    @property
+    def finite_bytes(self) -> int:
+        """Bytes below this number hold quants whose values are finite."""
+        return next((byte for byte, value in enumerate(self.codebook) if not math.isfinite(value)), 256)
 
     @property
     def is_float(self) -> bool:
@@ -139,12 +189,12 @@ class Format:
     @property
     def scale_bytes(self) -> int:
         """Bytes of a scale."""
-        return 4 if self.scale_dtype == "float32" else 2
+        return SCALE_BYTES[self.scale_dtype]
 
     @property
     def empty_quant(self) -> int:
         """The quant of padding, whose weight is 0; where groups have zeros, it is theirs."""
-        return self.table.index(0.0) if self.is_table else self.zero
+        return 0 if self.has_zeros else self.codebook.index(0.0)
 
     @property
     def has_zeros(self) -> bool:
@@ -161,10 +211,42 @@ class Format:
         return out_features * (padded(in_features) * self.bits // 8 + groups)
 
 
-def _is_table(values: tuple[float, ...]) -> bool:
-    """Whether kernels can look up these values."""
+def _is_table(values: tuple[float, ...], most: float = 1.0) -> bool:
+    """Whether kernels can look up these values, of magnitudes up to ``most``."""
     are_floats = all(struct.unpack("f", struct.pack("f", each))[0] == each for each in values)
-    return are_floats and 0.0 in values and max(map(abs, values)) <= 1
+    return are_floats and 0.0 in values and max(map(abs, values)) <= most
+
+
+def _integers(format: Format) -> tuple[float, ...]:
+    if format.bits == 4:
+        return tuple(float(quant - format.zero) for quant in range(16))
+    return tuple(float((quant ^ 128) - 128) for quant in range(256))
+
+
+def _e4m3(quant: int) -> float:
+    """Return the value of a float8_e4m3fn: sign, exponent of four bits with bias 7, three bits behind the point."""
+    exponent, places = quant >> 3 & 15, quant & 7
+    if quant & 127 == 127:
+        return math.nan
+    return math.copysign(math.ldexp(places + 8 * (exponent > 0), max(exponent, 1) - 10), -1.0 if quant & 128 else 1.0)
+
+
+def _range(format: Format) -> str:
+    return f"{format.lowest} to {format.highest}" + ", a zero point for each scale" * format.has_zeros
+
+
+class _Kind(NamedTuple):
+    """What Python knows of quants."""
+
+    codebook: Callable[[Format], tuple[float, ...]]
+    words: Callable[[Format], str]
+
+
+_KINDS = {
+    QuantValues.INTEGERS: _Kind(_integers, _range),
+    QuantValues.FLOATS: _Kind(lambda format: tuple(map(_e4m3, range(256))), lambda format: "float8_e4m3fn"),
+    QuantValues.TABLE: _Kind(lambda format: format.table, lambda format: "places in a table of 16 values"),
+}
 
 
 def padded(in_features: int) -> int:
@@ -172,7 +254,7 @@ def padded(in_features: int) -> int:
     return -(-in_features // BLOCK) * BLOCK
 
 
-#: every format, by name
+#: every format, by name; the place of one is its number for ops, so that new ones come behind all others
 FORMATS = {
     format.name: format
     for format in (

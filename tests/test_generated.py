@@ -35,7 +35,7 @@ def test_generated_files_are_up_to_date():
 
 
 def test_numbers_are_those_of_ops():
-    assert [int(each.packed_format) for each in FORMATS.values()] == list(range(len(PackedFormat))) == [*range(6)]
+    assert {each.name: each.number for each in FORMATS.values()} == {each.label: int(each) for each in PackedFormat}
 
 
 def test_update_writes_what_differs_and_removes_what_is_no_more(tmp_path, monkeypatch):
@@ -87,6 +87,11 @@ def test_no_file_asks_for_the_name_of_a_format():
         ({"direction": "outputs"}, "direction is outputs"),
         ({"scale_dtype": "e8m0"}, "scale_dtype is e8m0"),
         ({"order": "rows"}, "order is rows"),
+        ({"group": 96, "has_kernels": False}, "group is 96, expected 0 or 32 or 64 or 128 weights"),
+        ({"scale_dtype": "e8m0", "has_kernels": False}, "scale_dtype is e8m0, expected float16 or float32"),
+        ({"bits": 8, "has_kernels": False}, "zero points are of integers of four bits"),
+        ({"values": QuantValues.FLOATS, "has_kernels": False}, "float8_e4m3fn is of eight bits"),
+        ({"values": QuantValues.TABLE, "has_kernels": False}, "the table has 0 values, expected 16"),
     ),
 )
 def test_a_format_without_kernels_is_refused(changes, text):
@@ -175,7 +180,7 @@ def test_traits_are_those_of_the_formats(tmp_path):
     assert [row[0] for row in rows] == list(FORMATS)
     for name, number, bits, is_float, has_zeros, zero, of_row, each_stretch, table, groups, places in rows:
         format = FORMATS[name]
-        assert (number, bits, is_float) == (int(format.packed_format), format.bits, format.is_float)
+        assert (number, bits, is_float) == (format.number, format.bits, format.is_float)
         assert (has_zeros, zero) == (format.has_zeros, format.zero)
         assert (of_row, each_stretch) == (format.group == 0, format.group == 32)
         assert [float(np.float32(value)) for value in table[:16]] == list(format.table or [0] * 16)
@@ -199,7 +204,6 @@ def test_a_further_format_does_not_fall_into_branches_of_others(tmp_path, monkey
     """A format that Python admits and that no kernel was written for does not compile."""
     (tmp_path / "weights").mkdir()
     shutil.copy(CSRC / "weights" / "packed_format.h", tmp_path / "weights")
-    monkeypatch.setattr(Format, "packed_format", property(lambda self: list(generated.FORMATS).index(self.name)))
     monkeypatch.setattr(generated, "FORMATS", packed_formats.FORMATS | {format.name: format})
     generated.update(tmp_path)
     result = compiled(tmp_path, tmp_path)
@@ -262,7 +266,6 @@ def test_a_further_table_needs_no_more_than_its_row(tmp_path, monkeypatch):
     (tmp_path / "weights").mkdir()
     for name in ("packed_format.h", "packed_table.cuh"):
         shutil.copy(CSRC / "weights" / name, tmp_path / "weights")
-    monkeypatch.setattr(Format, "packed_format", property(lambda self: list(generated.FORMATS).index(self.name)))
     monkeypatch.setattr(generated, "FORMATS", packed_formats.FORMATS | {"even": further})
     generated.update(tmp_path)
     for code in (PRINT, LOOK_UP):

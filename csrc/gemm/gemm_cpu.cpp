@@ -54,7 +54,7 @@ WeightRows weight_rows(const GemmArgs& args, int64_t begin, int64_t end) {
   if (args.packed == nullptr) return {args.weight, args.weight_stride, 0};
   const int64_t k = args.in_features, floats = (end - begin) * k * element_size(args.dtype) / kFloat + 1;
   float* const rows = scratch<1>(floats);
-  dequantizer(args.dtype)(*args.packed, k, args.dtype, begin, end, rows);
+  dequantizer(*args.packed, args.dtype)(*args.packed, k, args.dtype, begin, end, rows);
   const uint8_t* next = args.packed->quants + end * args.packed->row_bytes();
   return {at(rows, -begin * k, args.dtype), k,
           reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(rows)};
@@ -282,7 +282,7 @@ constexpr int64_t kDequantizedBytes = 8 << 20;
 void run_torch_packed(const GemmArgs& args, const RowView& x) {
   const int64_t n = args.out_features, k = args.in_features, size = element_size(args.dtype);
   const int64_t width = std::min(n, std::max<int64_t>(64, kDequantizedBytes / size / k / 16 * 16));
-  DequantizePacked* const dequantize = dequantizer(args.dtype);
+  DequantizePacked* const dequantize = dequantizer(*args.packed, args.dtype);
   float* const block = scratch(round_up(width * k, 16) + x.rows * width);
   float* const accumulators = block + round_up(width * k, 16);
   for (int64_t begin = 0; begin < n; begin += width) {

@@ -113,6 +113,9 @@ void launch_typed(const PackedMatrix& matrix, const void* quants, int64_t k, int
 
 void launch_packed_dequantize(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin,
                               int64_t end, DType dtype, void* weight, cudaStream_t stream) {
+  if (!has_kernels(matrix.format)) {
+    return launch_packed_dequantize_any(matrix, quants, k, begin, end, dtype, weight, stream);
+  }
   with_type(dtype, [&](auto zero) {
     launch_typed(matrix, quants, k, begin, end, static_cast<decltype(zero)*>(weight), stream);
   });

@@ -68,7 +68,7 @@ constexpr int64_t kWidensFrom = 4096;
 }  // namespace
 
 bool fits_packed_gemm(const PackedGemmParams& p) {
-  if (p.dtype == DType::kFloat32 || p.rows >= kWidensFrom) return false;
+  if (p.dtype == DType::kFloat32 || p.rows >= kWidensFrom || !has_kernels(p.matrix.format)) return false;
   constexpr int64_t kMostPieces = 1 << 30;  // of the smallest tiles
   if ((p.rows / 32 + 1) * (p.matrix.rows / 256 + 1) * p.matrix.blocks > kMostPieces) return false;
   if (p.matrix.rows * p.matrix.groups > INT32_MAX) return false;  // places of scales

@@ -3,35 +3,27 @@
 #pragma once
 
 #include "gemv/gemv.h"
-#include "weights/packed_format.h"
+#include "weights/packed_matrix.h"
 
 namespace hf_fastpath {
 
-// A quantized matrix; GemvParams::segments[0] has its bias and, as weight and stride, its quants and their
-// bytes a row. Gated: the rows of gate, then those of up.
-struct PackedMatrix {
-  PackedFormat format;
-  const uint16_t* scales;  // float16 [rows, groups], or float32 [rows, groups / 2]
-  const uint8_t* zeros;    // [rows, groups], if groups have zeros
-  int64_t rows;
-  int groups;        // of a row; those with scales in float32 count twice
-  int blocks;        // of a row, of kPackedBlock weights
-  float multiplier;  // of all scales
-};
+// GemvParams::segments[0] has the bias of a quantized matrix and, as weight and stride, its quants and their
+// bytes a row.
 
-// Whether the kernel does the product with the norm in front.
-bool fits_packed_gemv(const GemvParams& params);
+// Whether the kernel does the product with the norm in front. Of a format without kernels the weight is
+// dequantized into the workspace, and the kernel is one of gemv's.
+bool fits_packed_gemv(const GemvParams& params, const PackedMatrix& matrix);
 
-// Whether the kernel turns and appends the features as they come: float32 rows only as many as it takes at a
-// time, quantized caches want a whole head first.
-bool fits_packed_append(const GemvParams& params, const RopeAppendParams& rope);
+// Whether the kernel rotates and appends the features as they come: float32 rows only as many as it takes at
+// a time, quantized caches want a whole head first.
+bool fits_packed_append(const GemvParams& params, const PackedMatrix& matrix, const RopeAppendParams& rope);
 
 // Bytes of device memory that a launch needs for itself, aligned to 16 bytes.
 int64_t packed_gemv_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix);
 
-// Launches it; `rope`, if it fits: turns and appends the features instead of writing them to out.
-// `x_width`: values of a row of x, and of the norm's weight, in memory: whole chunks of 16 bytes, aligned,
-// with zeros behind params.k.
+// Launches it; `rope`, if it fits: rotates and appends the features instead of writing them to out.
+// `x_width`: values of a row of x, and of the norm's weight, in memory: params.k of a format without kernels,
+// else whole chunks of 16 bytes, aligned, with zeros behind params.k.
 void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatrix& matrix,
                         const RopeAppendParams* rope, void* workspace, cudaStream_t stream);
 

@@ -30,14 +30,19 @@ class PackedTensors {
     p.n = static_cast<int>(shape.rows);
   }
 
+  // Whether launch() takes `rope`.
+  bool fits_append(const GemvParams& p, const RopeAppendParams& rope) const {
+    return fits_packed_append(p, matrix_, rope);
+  }
+
   // Launches the norm, where the product's kernel does not have it, and the product; `kept` has to live until
   // then.
   void launch(GemvParams& p, const RopeAppendParams* rope, const InputNorm& norm, const Tensor& x,
               std::vector<Tensor>& kept, cudaStream_t stream) const {
     norm.fuse(p);
-    if (!fits_packed_gemv(p)) norm.launch_norm(p, x, kept.emplace_back(x));
+    if (!fits_packed_gemv(p, matrix_)) norm.launch_norm(p, x, kept.emplace_back(x));
     int width = static_cast<int>(p.k);
-    if (width % 8 || !is_aligned(p.x) || !is_aligned(p.norm.weight)) {
+    if (has_kernels(matrix_.format) && (width % 8 || !is_aligned(p.x) || !is_aligned(p.norm.weight))) {
       width = (width + 7) / 8 * 8;
       p.x = padded(x, p.x, p.m, width, kept, stream);
       if (p.norm.weight) p.norm.weight = padded(x, p.norm.weight, 1, width, kept, stream);

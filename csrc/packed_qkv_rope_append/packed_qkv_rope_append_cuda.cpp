@@ -31,7 +31,7 @@ Tensor packed_qkv_rope_append_cuda(const Tensor& x, const Tensor& quants, const 
   Tensor q = empty_like_with_sizes(input, {batch, query_len, num_heads, k_cache.size(3)});
   call.params.q_out = q.data_ptr();
   std::vector<Tensor> kept;
-  if (fits_packed_append(p, call.params)) {
+  if (weight.fits_append(p, call.params)) {
     weight.launch(p, &call.params, input_norm, input, kept, stream);
     return q;
   }

@@ -28,12 +28,13 @@ constexpr WeightSet of(PackedFormat format) { return packed_weight(static_cast<i
 constexpr WeightSet kInt8 = of(PackedFormat::kInt8), kFp8 = of(PackedFormat::kFp8);
 constexpr WeightSet kInt4 = of(PackedFormat::kInt4), kInt4G32 = of(PackedFormat::kInt4G32);
 
-// The packed formats for which `has` holds.
+// The packed formats that have kernels and for which `has` holds.
 template <class Has>
 constexpr WeightSet packed_that(const Has& has) {
   WeightSet set = 0;
   for (int format = 0; format <= static_cast<int>(kLastPackedFormat); ++format) {
-    if (has(static_cast<PackedFormat>(format))) set |= packed_weight(format);
+    const auto each = static_cast<PackedFormat>(format);
+    if (has_kernels(each) && has(each)) set |= packed_weight(format);
   }
   return set;
 }
@@ -43,7 +44,9 @@ constexpr WeightSet kIntegers = kPacked & ~kFloats;
 constexpr WeightSet kBytes = packed_that([](PackedFormat format) { return bits_of(format) == 8; });
 constexpr WeightSet kNibbles = kPacked & ~kBytes;
 constexpr WeightSet kTables = packed_that(has_table);
-constexpr WeightSet kPlain = kPlainWeight, kInRows = kPlain | kPacked,
+// All of them, also those without kernels, which are read one weight at a time.
+constexpr WeightSet kAnyPacked = packed_weight(static_cast<int>(kLastPackedFormat) + 1) - packed_weight(0);
+constexpr WeightSet kPlain = kPlainWeight, kInRows = kPlain | kAnyPacked,
                     kAnyWeight = kInRows | kTransposedWeight;
 
 constexpr DTypeSet kF32 = set_of(DType::kFloat32), kF16 = set_of(DType::kFloat16);
@@ -109,14 +112,16 @@ constexpr Route kRoutes[] = {
     product("packed_fp8_avx2", kFewPacked, kFloats, kAnyType, 1, kMany, kAvx2, kNone, kAny,
             packed_in_fp8_avx2),
 #endif
-    product("packed_portable", kFewPacked, kPacked, kAnyType, 1, kMany, kNone, kNone, kAny, packed_portable),
+    product("packed_portable", kFewPacked, kAnyPacked, kAnyType, 1, kMany, kNone, kNone, kAny,
+            packed_portable),
 
 #if defined(__x86_64__)
     // Up to 64 rows share tiles of a weight that is dequantized once; where these decline, some rows at a
     // time are multiplied as few rows are. More rows of x are laid out in tiles themselves.
     product("packed_tiles", kManyPacked, kPacked, k16, 17, 64, kTiles, kNone, kAny, packed_in_tiles),
     product("packed_pieces_16", kManyPacked, kPacked, k16, 17, 64, kTiles, kNone, kAny, packed_in_pieces_16),
-    product("amx", kGemm | kManyPacked, kAnyWeight, k16, 65, kMany, kTiles, kNone, kAny, gemm_in_tiles),
+    product("amx", kGemm | kManyPacked, kPlain | kTransposedWeight | kPacked, k16, 65, kMany, kTiles, kNone,
+            kAny, gemm_in_tiles),
     // Pairs of bfloat16 are used of quantized weights up to where oneDNN is as fast, and of others where the
     // kernels of gemv pass over a weight more than once.
     product("pairs", kManyPacked, kFp8 | kInt4, kBf16, 4, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),

@@ -1,9 +1,30 @@
 // Written by the build (hf_fastpath/native/generated.py) from hf_fastpath/packed_formats.py.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 namespace hf_fastpath {
+
+// What quants are, which quant is the weight 0, and the type of scales: QuantValues, ZeroPoints and
+// SCALE_BYTES have them in Python. weights/packed_values.h says what values these stand for.
+enum class PackedValues : int { kIntegers, kFloats, kTable };
+enum class PackedZeros : int { kNone, kFixed, kOfGroup };
+enum class PackedScales : int { kFloat16, kFloat32 };
+
+struct PackedTraits {
+  const char* name;
+  int bits;  // of a quant
+  PackedValues values;
+  int64_t group;  // weights of a row that share a scale; 0: the whole row
+  PackedZeros zeros;
+  int zero;  // the quant of kFixed
+  PackedScales scales;
+  int scale_bytes;   // of a scale
+  bool has_kernels;  // of its own, beside those that read any format
+  int steps;         // of kTable: 1 is so many steps
+  float table[16];   // of kTable: the values
+};
 
 // By number in ops' schemas: hf_fastpath/choices.py has the names.
 enum class PackedFormat : int {
@@ -19,16 +40,16 @@ constexpr PackedFormat kLastPackedFormat = PackedFormat::kFp4;
 // The format of number i is row i; tables have four values a line.
 // clang-format off
 inline constexpr PackedTraits kPackedTraits[] = {
-    {"int8", 8, PackedValues::kIntegers, 128, PackedZeros::kNone, 0, PackedScales::kFloat16, 0, {}},
-    {"fp8", 8, PackedValues::kFloats, 0, PackedZeros::kNone, 0, PackedScales::kFloat16, 0, {}},
-    {"int4", 4, PackedValues::kIntegers, 128, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 0, {}},
-    {"int4_g32", 4, PackedValues::kIntegers, 32, PackedZeros::kFixed, 8, PackedScales::kFloat16, 0, {}},
-    {"nf4", 4, PackedValues::kTable, 64, PackedZeros::kNone, 0, PackedScales::kFloat32, 6872, {
+    {"int8", 8, PackedValues::kIntegers, 128, PackedZeros::kNone, 0, PackedScales::kFloat16, 2, true, 0, {}},
+    {"fp8", 8, PackedValues::kFloats, 0, PackedZeros::kNone, 0, PackedScales::kFloat16, 2, true, 0, {}},
+    {"int4", 4, PackedValues::kIntegers, 128, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, 0, {}},
+    {"int4_g32", 4, PackedValues::kIntegers, 32, PackedZeros::kFixed, 8, PackedScales::kFloat16, 2, true, 0, {}},
+    {"nf4", 4, PackedValues::kTable, 64, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, 6872, {
          -0x1p+0f, -0x1.647362p-1f, -0x1.0cd66p-1f, -0x1.94654p-2f,
          -0x1.23449ap-2f, -0x1.7a6a7ep-3f, -0x1.74f0e2p-4f, 0x0p+0f,
          0x1.45f5fep-4f, 0x1.4995c6p-3f, 0x1.f809bap-3f, 0x1.5a0674p-2f,
          0x1.c3497p-2f, 0x1.200f56p-1f, 0x1.722766p-1f, 0x1p+0f}},
-    {"fp4", 4, PackedValues::kTable, 64, PackedZeros::kNone, 0, PackedScales::kFloat32, 6144, {
+    {"fp4", 4, PackedValues::kTable, 64, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, 6144, {
          0x0p+0f, 0x1.555556p-8f, 0x1.555556p-1f, 0x1p+0f,
          0x1.555556p-2f, 0x1p-1f, 0x1.555556p-3f, 0x1p-2f,
          0x0p+0f, -0x1.555556p-8f, -0x1.555556p-1f, -0x1p+0f,
@@ -36,7 +57,7 @@ inline constexpr PackedTraits kPackedTraits[] = {
 };
 // clang-format on
 
-// Calls f(the format as a constant). Ops have checked that `format` is one.
+// Calls f(the format as a constant), of a format that has kernels.
 template <class F>
 static inline auto with_format(PackedFormat format, F&& f) {
   switch (format) {
@@ -52,6 +73,8 @@ static inline auto with_format(PackedFormat format, F&& f) {
       return f(std::integral_constant<PackedFormat, PackedFormat::kNf4>{});
     case PackedFormat::kFp4:
       return f(std::integral_constant<PackedFormat, PackedFormat::kFp4>{});
+    default:
+      break;
   }
   __builtin_unreachable();
 }

@@ -11,27 +11,6 @@ constexpr int64_t kPackedBlock = 128;  // weights that are ordered together
 constexpr int64_t kStretches = 4;      // of a block, whose 32-bit words take turns
 constexpr int64_t kStretch = kPackedBlock / kStretches;
 
-// What quants are: integers, of 8 bits signed and of 4 bits from 0 to 15; floats in e4m3; places in a table
-// of 16 values.
-enum class PackedValues : int { kIntegers, kFloats, kTable };
-
-// Which quant is the weight 0: the quant 0; one for all groups; one that each group has.
-enum class PackedZeros : int { kNone, kFixed, kOfGroup };
-
-enum class PackedScales : int { kFloat16, kFloat32 };
-
-struct PackedTraits {
-  const char* name;
-  int bits;  // of a quant
-  PackedValues values;
-  int64_t group;  // weights of a row that share a scale; 0: the whole row
-  PackedZeros zeros;
-  int zero;  // the quant of kFixed
-  PackedScales scales;
-  int steps;        // of kTable: 1 is so many steps
-  float table[16];  // of kTable: the values, from -1 to 1
-};
-
 }  // namespace hf_fastpath
 
 #include "weights/formats.generated.h"
@@ -42,14 +21,13 @@ constexpr const PackedTraits& traits_of(PackedFormat format) {
   return kPackedTraits[static_cast<int>(format)];
 }
 
+constexpr bool has_kernels(PackedFormat format) { return traits_of(format).has_kernels; }
 constexpr int bits_of(PackedFormat format) { return traits_of(format).bits; }
 constexpr bool is_float(PackedFormat format) { return traits_of(format).values == PackedValues::kFloats; }
 constexpr bool has_table(PackedFormat format) { return traits_of(format).values == PackedValues::kTable; }
 constexpr bool has_zeros(PackedFormat format) { return traits_of(format).zeros == PackedZeros::kOfGroup; }
 constexpr bool has_scale_of_row(PackedFormat format) { return traits_of(format).group == 0; }
-constexpr int scale_bytes(PackedFormat format) {
-  return traits_of(format).scales == PackedScales::kFloat32 ? 4 : 2;
-}
+constexpr int scale_bytes(PackedFormat format) { return traits_of(format).scale_bytes; }
 
 // Stretches of a block that share a scale.
 constexpr int64_t stretches_of_scale(PackedFormat format) {
@@ -67,7 +45,7 @@ constexpr int64_t group_of(PackedFormat format, int64_t block, int64_t stretch) 
   return has_scale_of_row(format) ? 0 : block * (kStretches / together) + stretch / together;
 }
 
-// What kernels ask of a format, as constants.
+// What kernels ask of a format that has kernels, as constants.
 template <PackedFormat kFormat>
 struct Traits {
   static constexpr int kBits = bits_of(kFormat);

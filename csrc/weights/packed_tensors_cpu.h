@@ -38,8 +38,8 @@ inline int64_t output_parts(const PackedWeight& weight) {
 }
 
 // What makes rows of it in `dtype`.
-inline DequantizePacked* dequantizer(DType dtype) {
-  if (!use_avx2()) return dequantize_packed_portable;
+inline DequantizePacked* dequantizer(const PackedWeight& weight, DType dtype) {
+  if (!use_avx2() || !has_kernels(weight.format)) return dequantize_packed_portable;
   return use_bf16_products() && dtype != DType::kFloat32 ? dequantize_packed_avx512_bf16
                                                          : dequantize_packed_avx2;
 }

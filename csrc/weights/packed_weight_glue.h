@@ -8,6 +8,16 @@
 
 namespace hf_fastpath {
 
+inline bool are_scales(const Tensor& tensor, PackedScales scales) {
+  switch (scales) {
+    case PackedScales::kFloat16:
+      return tensor.scalar_type() == ScalarType::Half;
+    case PackedScales::kFloat32:
+      return tensor.scalar_type() == ScalarType::Float;
+  }
+  return false;
+}
+
 struct PackedShape {
   PackedFormat format;
   int64_t rows, blocks, groups;
@@ -27,10 +37,9 @@ inline PackedShape check_packed(int64_t k, const Tensor& quants, const Tensor& s
   const auto fits = [&](const Tensor& t) {
     return t.dim() == 2 && t.size(0) == shape.rows && t.size(1) == shape.groups;
   };
-  const bool whole = traits_of(shape.format).scales == PackedScales::kFloat32;
-  STD_TORCH_CHECK(fits(scales) && dtype_of(scales, op) == (whole ? DType::kFloat32 : DType::kFloat16),
-                  "hf_fastpath::", op, ": scales have to be ", whole ? "float32" : "float16",
-                  " [out_features, ", shape.groups, "]");
+  STD_TORCH_CHECK(fits(scales) && are_scales(scales, traits_of(shape.format).scales), "hf_fastpath::", op,
+                  ": scales have to be [out_features, ", shape.groups, "], of ",
+                  8 * scale_bytes(shape.format), " bits, as the format has them");
   STD_TORCH_CHECK(zeros.has_value() == has_zeros(shape.format) &&
                       (!zeros || (fits(*zeros) && zeros->element_size() == 1)),
                   "hf_fastpath::", op, ": format ", format, " and zeros do not go together");

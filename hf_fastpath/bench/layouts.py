@@ -26,6 +26,7 @@ import torch
 
 from .. import arguments, ops
 from ..bandwidth import measure_read_bandwidth
+from ..choices import PackedFormat
 from ..native import loader
 from ..native.huge_pages import ask_for
 from ..ops.q4_0_gemv import BLOCK_BYTES, GROUP, LAYOUTS, QUANT_BYTES
@@ -79,11 +80,10 @@ def weight(study: Study, rows: int, columns: int, device: torch.device) -> tuple
     if study.layout == PACKED:
         format = FORMATS["int4_g32" if study.format == Q4_0 else study.format]
         groups = rows, format.groups(columns)
-        # the largest bytes of fp8 are NaN
-        quants = _random_bytes(device, rows, padded(columns) * format.bits // 8, below=127 if format.is_float else 256)
+        quants = _random_bytes(device, rows, padded(columns) * format.bits // 8, below=format.finite_bytes)
         zeros = _random_bytes(device, *groups, below=16) if format.has_zeros else None
         scales = _random_scales(device, *groups).to(scale_dtype(format))
-        return quants, scales, zeros, 1.0, format.packed_format
+        return quants, scales, zeros, 1.0, PackedFormat(format.number)
     if study.format != Q4_0:
         raise ValueError(f"format {study.format} has layout {PACKED} alone, not {study.layout}")
     groups = columns // GROUP

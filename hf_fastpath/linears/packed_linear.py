@@ -17,8 +17,8 @@ from .absent_weight import REMEDY, AbsentWeight
 
 #: attribute with the parameter that was quantized, while that is tied to others
 QUANTIZED_OF = "_hf_fastpath_quantized_of"
-#: type of scales -> type that holds their bits
-_BITS = {torch.float16: torch.int16, torch.float32: torch.int32}
+#: bytes of a scale -> type that holds their bits
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class PackedLinear(nn.Module):
@@ -48,7 +48,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.register_buffer("quants", weight.quants)
         # The bits of the scales are stored as integers because half() and float() leave these alone.
-        self.register_buffer("scale_bits", weight.scales.view(_BITS[weight.scales.dtype]))
+        self.register_buffer("scale_bits", weight.scales.view(_BITS[weight.scales.element_size()]))
         self.register_buffer("zeros", weight.zeros)
         self.register_parameter("bias", bias)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ..packed_formats import FORMATS, Format
+from ..packed_formats import FORMATS, SCALE_BYTES, Format, QuantValues, ZeroPoints
 
 _MARK = "// Written by the build (hf_fastpath/native/generated.py) from hf_fastpath/packed_formats.py."
 
@@ -38,9 +38,30 @@ template void launch_packed_gemm_format<kMade>(const PackedGemmParams&, const Pa
 
 _HEADER = """#pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 namespace hf_fastpath {
+
+// What quants are, which quant is the weight 0, and the type of scales: QuantValues, ZeroPoints and
+// SCALE_BYTES have them in Python. weights/packed_values.h says what values these stand for.
+enum class PackedValues : int { %(values)s };
+enum class PackedZeros : int { %(zeros)s };
+enum class PackedScales : int { %(scales)s };
+
+struct PackedTraits {
+  const char* name;
+  int bits;  // of a quant
+  PackedValues values;
+  int64_t group;  // weights of a row that share a scale; 0: the whole row
+  PackedZeros zeros;
+  int zero;  // the quant of kFixed
+  PackedScales scales;
+  int scale_bytes;   // of a scale
+  bool has_kernels;  // of its own, beside those that read any format
+  int steps;         // of kTable: 1 is so many steps
+  float table[16];   // of kTable: the values
+};
 
 // By number in ops' schemas: hf_fastpath/choices.py has the names.
 enum class PackedFormat : int {
@@ -55,11 +76,13 @@ inline constexpr PackedTraits kPackedTraits[] = {
 };
 // clang-format on
 
-// Calls f(the format as a constant). Ops have checked that `format` is one.
+// Calls f(the format as a constant), of a format that has kernels.
 template <class F>
 static inline auto with_format(PackedFormat format, F&& f) {
   switch (format) {
 %(cases)s
+    default:
+      break;
   }
   __builtin_unreachable();
 }
@@ -87,8 +110,9 @@ def _row(format: Format) -> str:
     for at in range(0, len(format.table), 4):
         lines.append(", ".join(f"{_FLOAT_ZEROS.sub('p', each.hex())}f" for each in format.table[at : at + 4]))
     table = f",{_NEW_LINE}".join(lines)
-    traits = (f'"{format.name}"', format.bits, values, format.group, zeros, format.zero, scales, format.steps)
-    return f"    {{{', '.join(map(str, traits))}, {{{table and _NEW_LINE + table}}}}},"
+    name, has_kernels = f'"{format.name}"', str(format.has_kernels).lower()
+    traits = (name, format.bits, values, format.group, zeros, format.zero, scales, format.scale_bytes, has_kernels)
+    return f"    {{{', '.join(map(str, traits))}, {format.steps}, {{{table and _NEW_LINE + table}}}}},"
 
 
 def _case(format: Format) -> str:
@@ -98,16 +122,20 @@ def _case(format: Format) -> str:
 
 def files() -> dict[str, str]:
     """Return the generated files: path in ``csrc`` -> text."""
-    formats = sorted(FORMATS.values(), key=lambda format: format.packed_format)
+    formats = list(FORMATS.values())
+    own = [format for format in formats if format.has_kernels]
     header = _HEADER % {
-        "enumerators": "\n".join(f"  {_camel(each.name)} = {int(each.packed_format)}," for each in formats),
+        "enumerators": "\n".join(f"  {_camel(each.name)} = {number}," for number, each in enumerate(formats)),
         "last": _enumerator(formats[-1]),
         "rows": "\n".join(map(_row, formats)),
-        "cases": "\n".join(map(_case, formats)),
+        "cases": "\n".join(map(_case, own)),
+        "values": ", ".join(_camel(each.value) for each in QuantValues),
+        "zeros": ", ".join(_camel(each.value) for each in ZeroPoints),
+        "scales": ", ".join(map(_camel, SCALE_BYTES)),
     }
     made = {"weights/formats.generated.h": f"{_MARK}\n{header}"}
     for place, text in _INSTANCES.items():
-        for format in formats:
+        for format in own:
             named = text.replace("{enumerator}", _enumerator(format))
             made[place.format(name=format.name)] = f"{_MARK}\n{named}"
     return made

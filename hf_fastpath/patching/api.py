@@ -57,8 +57,8 @@ def patch(
         kv_dtype: storage type of the KV cache: ``"auto"`` (the model's own), float32, float16 or bfloat16; or
             ``"int8"`` or ``"fp8"`` (e4m3) with a scale for every head and token.
         weights: None for the model's own, or a format to quantize the decoder layers' weights to, layer by layer:
-            ``"int8"``, ``"fp8"``, ``"int4"``, ``"int4_g32"``, ``"nf4"`` or ``"fp4"`` (see ``quantization.FORMATS``).
-            What reads images or sound, an encoder, and what makes keys and values of its output stay as they are.
+            a name of ``quantization.FORMATS``, such as ``"int8"`` or ``"int4_g32"``. What reads images or sound, an
+            encoder, and what makes keys and values of its output stay as they are.
         lm_head: with ``weights``, the head: ``"fp16"`` leaves it as it is, ``"int8"`` quantizes it.
         keep_original: with ``weights``, keep the model's own weights in host memory for ``unpatch()``; with False, free
             them.

@@ -51,8 +51,13 @@ class PackedWeight:
         "scales": "scales",
         "zeros": "zeros",
         "multiplier": "multiplier",
-        "format": "format.packed_format",
+        "format": "number",
     }
+
+    @property
+    def number(self) -> PackedFormat:
+        """The format as ops take it."""
+        return PackedFormat(self.format.number)
 
     @property
     def out_features(self) -> int:
@@ -65,7 +70,7 @@ class PackedWeight:
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, PackedFormat]:
         """The weight as ops take it, in the order of :attr:`PARTS`."""
-        return self.quants, self.scales, self.zeros, self.multiplier, self.format.packed_format
+        return self.quants, self.scales, self.zeros, self.multiplier, self.number
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -109,15 +114,11 @@ class PackedWeight:
 
         float32 holds them exactly, but for the values of a table, whose product with a scale is rounded to float32.
         """
-        format, quants = self.format, unpack(self.format, self.quants)
-        if format.is_table:
-            quants = torch.tensor(format.table, device=quants.device)[quants.int()]
-        elif format.bits == 8:
-            quants = quants.view(torch.float8_e4m3fn if format.is_float else torch.int8)
+        quants = unpack(self.format, self.quants)
         rows, scales = self.out_features, self.scales.float()[..., None]
-        values = quants.float().view(rows, scales.shape[1], -1)
-        if format.zero or self.zeros is not None:
-            values -= format.zero if self.zeros is None else self.zeros.float()[..., None]
+        values = torch.tensor(self.format.codebook, device=quants.device)[quants.int()].view(rows, scales.shape[1], -1)
+        if self.zeros is not None:
+            values -= self.zeros.float()[..., None]
         values *= scales * self.multiplier
         return values.view(rows, -1)[:, : self.in_features].to(dtype)
 

@@ -1,6 +1,6 @@
 """Quantizing weights: a search finds the scales of least squared error, instead of scaling to the largest weight.
 
-Formats with a table take the largest weight of a group as its scale, and each weight becomes the nearest value.
+Formats with a table and scales in float32 take the largest weight of a group as its scale.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 import torch
 from torch.nn import functional
 
-from .formats import Format, PackedWeight, pack, padded
+from ..packed_formats import QuantValues
+from .formats import Format, PackedWeight, pack, padded, scale_dtype
 
 #: factors of the plain scale that are tried: a smaller scale clips the largest weights and is finer for all others
 _SHRINKS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.81, 0.77, 0.72)
@@ -39,11 +40,12 @@ def quantize(weight: torch.Tensor, format: Format) -> PackedWeight:
         largest = float(weight.abs().max()) if weight.numel() else 0.0
         if not math.isfinite(largest):
             raise ValueError("the weights hold infinities or NaN, which no quantized format has: mend them first")
-        plain = 0.0 if format.is_table else largest / format.highest  # a scale in float32 needs no multiplier
+        # a scale in float32 needs no multiplier
+        plain = largest / format.highest if format.scale_dtype == "float16" else 0.0
         multiplier = 2.0 ** (math.frexp(plain)[1] - _LARGEST_SCALE) if plain else 1.0
         width = padded(weight.shape[1])
         rows = max(1, _PIECE // max(width, 1))
-        each = _look_up_rows if format.is_table else _quantize_rows
+        each = _look_up_rows if format.is_table and format.scale_dtype == "float32" else _quantize_rows
         pieces = [each(piece, format, width, multiplier) for piece in weight.split(rows)]
         quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in zip(*pieces))
     return PackedWeight(format, weight.shape[1], quants, scales, zeros, multiplier)
@@ -51,14 +53,20 @@ def quantize(weight: torch.Tensor, format: Format) -> PackedWeight:
 
 def _look_up_rows(weight: torch.Tensor, format: Format, width: int, multiplier: float):
     """Quantize as bitsandbytes does: the products with 1 / scale are compared with the means of neighboring values."""
-    rows, table = weight.shape[0], torch.tensor(format.table, device=weight.device)
+    rows = weight.shape[0]
     w = functional.pad(weight.float(), (0, width - weight.shape[1])).view(rows, format.groups(width), -1)
-    scales = w.abs().amax(-1)
-    steps = (w * (1 / scales.clamp(min=_TINY))[..., None]).clamp_(-1, 1).view(rows, -1)
-    values, order = table.sort(stable=True)
-    quants = order[torch.bucketize(steps, (values[:-1] + values[1:]) / 2)].to(torch.uint8)
+    scales = w.abs().amax(-1) / format.highest
+    steps = (w * (1 / scales.clamp(min=_TINY))[..., None]).clamp_(format.lowest, format.highest).view(rows, -1)
+    quants = _nearest(steps, format)
     quants[:, weight.shape[1] :] = format.empty_quant
     return pack(format, quants), scales, None
+
+
+def _nearest(steps: torch.Tensor, format: Format) -> torch.Tensor:
+    """Return the quants, uint8, whose values are nearest to weights in units of their scale."""
+    values, order = torch.tensor(format.codebook, device=steps.device).sort(stable=True)
+    values = values[values.isfinite()]  # NaN is sorted behind all numbers
+    return order[torch.bucketize(steps, (values[:-1] + values[1:]) / 2)].to(torch.uint8)
 
 
 def _quantize_rows(weight: torch.Tensor, format: Format, width: int, multiplier: float):
@@ -95,17 +103,19 @@ class _Best:
     def _steps(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """Return the weights in units of the scale, rounded as the format holds them."""
         format = self._format
-        # if the scale is zero, all weights of the group are zero, or too small for float16
+        # if the scale is zero, all weights of the group are zero, or too small for the scale's type
         units = self._w / torch.where(scale == 0, torch.ones_like(scale), scale)
+        if format.values is QuantValues.INTEGERS:
+            shift = zero if format.has_zeros else 0
+            return units.round_().add_(shift).clamp_(format.lowest, format.highest).sub_(shift)
         if format.is_float:
             return units.clamp(format.lowest, format.highest).to(torch.float8_e4m3fn).float()
-        shift = zero if format.has_zeros else 0
-        return units.round_().add_(shift).clamp_(format.lowest, format.highest).sub_(shift)
+        return torch.tensor(format.codebook, device=units.device)[_nearest(units, format).int()]
 
     def try_scale(self, scale: torch.Tensor, zero: torch.Tensor | None = None) -> None:
-        """Take the scale, rounded to float16, in the groups in which it makes the squared error less."""
+        """Take the scale, rounded as the format holds it, in the groups in which it makes the squared error less."""
         zero = self._zero if zero is None else zero
-        scale = scale.half().float()
+        scale = scale.to(scale_dtype(self._format)).float()
         error = (self._steps(scale, zero) * scale).sub_(self._w).square_().sum(-1, keepdim=True)
         better = error < self._error
         self._error = torch.where(better, error, self._error)
@@ -121,10 +131,12 @@ class _Best:
     def packed(self, rows: int):
         format = self._format
         steps = self._steps(self._scale, self._zero).view(rows, -1)
-        scales = self._scale.half().view(rows, -1)
+        scales = self._scale.to(scale_dtype(format)).view(rows, -1)
         zeros = self._zero.to(torch.uint8).view(rows, -1) if format.has_zeros else None
         if format.is_float:
             return pack(format, steps.to(torch.float8_e4m3fn).view(torch.uint8)), scales, zeros
+        if format.values is not QuantValues.INTEGERS:
+            return pack(format, _nearest(steps, format)), scales, zeros
         if format.bits == 8:
             return pack(format, steps.to(torch.int8).view(torch.uint8)), scales, zeros
         shift = self._zero.expand_as(self._w).reshape(rows, -1) if format.has_zeros else format.zero

@@ -41,7 +41,7 @@ def test_numbers_are_those_of_the_native_code(kind):
 
 
 def test_formats_are_numbered():
-    assert [format.packed_format.label for format in FORMATS.values()] == list(FORMATS)
+    assert [choices.PackedFormat(format.number).label for format in FORMATS.values()] == list(FORMATS)
 
 
 @pytest.mark.parametrize("name", registry.all_ops())

@@ -23,6 +23,7 @@ from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.native import huge_pages
 from hf_fastpath.packed_files.file_index import INDEX, KEY, sealed, unsealed
 from hf_fastpath.packed_files.files import PackedFiles
+from hf_fastpath.packed_formats import FORMATS
 
 CPU = torch.device("cpu")
 #: the families have Conv1D and tied embeddings, separate projections, a mixture, scaled embeddings, head norms, biases
@@ -83,7 +84,7 @@ def test_round_trip_is_bit_equal(family, size, tmp_path):
             assert (ties[0].weight is ties[1].weight) == was_tied
 
 
-@pytest.mark.parametrize("weights", ("int8", "fp8", "int4", "int4_g32", "nf4"))
+@pytest.mark.parametrize("weights", FORMATS)
 def test_every_format_in_half_precision(weights, tmp_path):
     model = hf_fastpath.patch(build("llama").bfloat16(), weights=weights, quiet=True)
     hf_fastpath.save_packed(model, tmp_path)

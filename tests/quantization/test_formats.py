@@ -54,16 +54,27 @@ def test_split_gives_views(format):
 
 
 @over_formats
+def test_the_codebook_has_the_values_of_all_quants(format):
+    quants = torch.arange(1 << format.bits, dtype=torch.uint8)
+    if format.is_float:
+        values = quants.view(torch.float8_e4m3fn).double()
+    elif format.is_table:
+        values = torch.tensor(format.table, dtype=torch.float64)
+    else:
+        values = (quants.view(torch.int8) if format.bits == 8 else quants).double() - format.zero
+    found = torch.tensor(format.codebook, dtype=torch.float64)
+    torch.testing.assert_close(found, values, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit(), values.signbit()) or format.is_float  # that of a NaN is none
+    assert found[: format.finite_bytes].isfinite().all()
+    assert format.finite_bytes == 256 or not found[format.finite_bytes].isfinite()
+    assert format.has_zeros or found[format.empty_quant] == 0
+
+
+@over_formats
 def test_float32_holds_every_weight(format):
     packed = quantize(torch.randn(64, 384) * 3e-4, format)
-    exact = unpack(format, packed.quants)
-    if format.is_table:
-        steps = torch.tensor(format.table, dtype=torch.float64)[exact.long()]
-    elif format.is_float:
-        steps = exact.view(torch.float8_e4m3fn).double()
-    else:
-        steps = (exact.view(torch.int8) if format.bits == 8 else exact).double()
-    zeros = format.zero if packed.zeros is None else packed.zeros.double()[..., None]
+    steps = torch.tensor(format.codebook, dtype=torch.float64)[unpack(format, packed.quants).long()]
+    zeros = 0 if packed.zeros is None else packed.zeros.double()[..., None]
     steps = steps.view(64, packed.scales.shape[1], -1) - zeros
     exact = (steps * (packed.scales.double()[..., None] * packed.multiplier)).view(64, -1)
     if format.is_table:  # two float32 factors, whose product is rounded once

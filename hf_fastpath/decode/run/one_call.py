@@ -225,7 +225,7 @@ def _packed_layers(layers: list[_Layer]) -> dict[str, Any] | None:
     arguments = _shared(layers) | dict(
         weights=[absent if p is None else p for p in weights],
         multipliers=[matrix["packed"].multiplier for each in matrices for matrix in each],
-        format=first.qkv["packed"].format.packed_format,
+        format=first.qkv["packed"].number,
         gated=first.calls[3].op is ops.packed_gemv_swiglu.overload,
     )
     return arguments

@@ -1,0 +1,26 @@
+// A quantized weight as the kernels on a GPU take it. Free of torch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "common/dtype.h"
+#include "weights/packed_format.h"
+
+namespace hf_fastpath {
+
+// A quantized matrix but for its quants. Gated: the rows of gate, then those of up.
+struct PackedMatrix {
+  PackedFormat format;
+  const uint16_t* scales;  // float16 [rows, groups], or float32 [rows, groups / 2]
+  const uint8_t* zeros;    // [rows, groups], if groups have zeros
+  int64_t rows;
+  int groups;        // of a row; those with scales in float32 count twice
+  int blocks;        // of a row, of kPackedBlock weights
+  float multiplier;  // of all scales
+};
+
+// weight[end - begin, k] in `dtype`, rows [begin, end) of a matrix in a format that has no kernels.
+void launch_packed_dequantize_any(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin,
+                                  int64_t end, DType dtype, void* weight, cudaStream_t stream);
+
+}  // namespace hf_fastpath
