@@ -24,6 +24,8 @@ ASKED = {
     "gemm": ("plain", "transposed"),
     **dict.fromkeys(("packed_gemv", "packed_gemm"), tuple(FORMATS)),
 }
+#: those that no kernel was written for
+PORTABLE = [name for name, format in FORMATS.items() if not format.has_kernels]
 #: rows that are asked of
 MOST_ROWS = {"packed_gemv": 32}
 #: number of a feature's bit, as csrc/common/cpu_features.h has it
@@ -235,7 +237,17 @@ def same(now: str, before: str, rows: int) -> bool:
     return now == before or rows <= 16 and now.startswith("packed_pieces") and before.startswith("packed_pieces")
 
 
-@pytest.mark.parametrize(("product", "weight", "dtype"), asks())
+@pytest.mark.parametrize("weight", PORTABLE)
+def test_formats_without_kernels_are_dequantized(table, weight):
+    for dtype, (has, tuning) in itertools.product(DTYPES, CPUS):
+        assert {table.rows[each].name for each in table.found("packed_gemv", weight, dtype, has, tuning)} == {
+            "packed_portable"
+        }
+        many = {table.rows[each].name for each in table.found("packed_gemm", weight, dtype, has, tuning)}
+        assert many <= {"gemv", "torch", "blocked_avx512", "blocked_avx2", "widened"}
+
+
+@pytest.mark.parametrize(("product", "weight", "dtype"), [ask for ask in asks() if ask[1] not in PORTABLE])
 def test_routes_are_what_the_predicates_before_chose(table, product, weight, dtype):
     compared = 0
     for has, tuning in CPUS:

@@ -112,7 +112,7 @@ class PackedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the weights, [out_features, in_features], rounded to ``dtype``.
 
-        float32 holds them exactly, but for the values of a table, whose product with a scale is rounded to float32.
+        float32 holds them exactly where scales are float16; a product with a scale in float32 is rounded.
         """
         quants = unpack(self.format, self.quants)
         rows, scales = self.out_features, self.scales.float()[..., None]

@@ -40,12 +40,12 @@ def quantize(weight: torch.Tensor, format: Format) -> PackedWeight:
         largest = float(weight.abs().max()) if weight.numel() else 0.0
         if not math.isfinite(largest):
             raise ValueError("the weights hold infinities or NaN, which no quantized format has: mend them first")
-        # a scale in float32 needs no multiplier
-        plain = largest / format.highest if format.scale_dtype == "float16" else 0.0
+        takes_largest = format.is_table and format.scale_dtype == "float32"  # such a scale needs no multiplier
+        plain = 0.0 if takes_largest else largest / format.highest
         multiplier = 2.0 ** (math.frexp(plain)[1] - _LARGEST_SCALE) if plain else 1.0
         width = padded(weight.shape[1])
         rows = max(1, _PIECE // max(width, 1))
-        each = _look_up_rows if format.is_table and format.scale_dtype == "float32" else _quantize_rows
+        each = _look_up_rows if takes_largest else _quantize_rows
         pieces = [each(piece, format, width, multiplier) for piece in weight.split(rows)]
         quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in zip(*pieces))
     return PackedWeight(format, weight.shape[1], quants, scales, zeros, multiplier)

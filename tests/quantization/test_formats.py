@@ -77,6 +77,6 @@ def test_float32_holds_every_weight(format):
     zeros = 0 if packed.zeros is None else packed.zeros.double()[..., None]
     steps = steps.view(64, packed.scales.shape[1], -1) - zeros
     exact = (steps * (packed.scales.double()[..., None] * packed.multiplier)).view(64, -1)
-    if format.is_table:  # two float32 factors, whose product is rounded once
+    if format.scale_dtype == "float32":  # the product is rounded once
         exact = exact.float().double()
     assert torch.equal(packed.dequantize().double(), exact)

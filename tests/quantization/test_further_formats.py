@@ -112,7 +112,7 @@ def test_portable_kernels_read_it(program, tmp_path, format, columns):
     made = dataclasses.replace(made, quants=quants, zeros=zeros, multiplier=0.25)
     files = {"quants": made.quants, "scales": made.scales, "zeros": made.zeros}
     for name, tensor in files.items():
-        (tmp_path / name).write_bytes(b"" if tensor is None else tensor.numpy().tobytes())
+        (tmp_path / name).write_bytes(b"" if tensor is None else tensor.view(torch.uint8).numpy().tobytes())
     number = list(packed_formats.FORMATS | FURTHER).index(format.name)
     arguments = [str(each) for each in (number, columns, 7, made.multiplier, *(tmp_path / name for name in files))]
     said = subprocess.run([str(program), *arguments], capture_output=True, check=True).stdout

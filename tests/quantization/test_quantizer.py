@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from hf_fastpath.quantization import FORMATS, quantize
+from hf_fastpath.quantization.formats import scale_dtype
 
 over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
 
 def plain(format, weight):
-    """Quantize the weights with a float32 scale that the largest weight gives."""
+    """Quantize the weights with the scale that the largest weight gives, in float32 or a coarser type of the format."""
     rows, columns = weight.shape
     w = weight.view(rows, -1, format.group or columns)
     if format.has_zeros:
@@ -20,8 +21,13 @@ def plain(format, weight):
         zero = (-low / scale).round()
         return ((((w / scale).round() + zero).clamp(0, format.highest) - zero) * scale).view(rows, columns)
     scale = w.abs().amax(-1, keepdim=True) / format.highest
+    if format.scale_bytes < 2:
+        scale = scale.to(scale_dtype(format)).float()
     if format.is_float:
         return ((w / scale).to(torch.float8_e4m3fn).float() * scale).view(rows, columns)
+    if format.is_table and format.scale_dtype != "float32":
+        table = torch.tensor(format.table)
+        return (table[((w / scale)[..., None] - table).abs().argmin(-1)] * scale).view(rows, columns)
     return ((w / scale).round().clamp(format.lowest, format.highest) * scale).view(rows, columns)
 
 
