@@ -422,7 +422,7 @@ def test_the_cuda_library_is_built_for_the_gpus_at_hand(fresh, gpu, monkeypatch)
 
 
 ELSEWHERE = (
-    ("Linux", "aarch64", "no CPU kernels for aarch64"),
+    ("Linux", "riscv64", "no CPU kernels for riscv64"),
     ("Darwin", "arm64", "no CPU kernels for macOS"),
     ("Windows", "AMD64", "no CPU kernels for Windows"),
 )

@@ -26,7 +26,13 @@ def no_variables(monkeypatch):
 
 PLATFORMS = (
     ("Linux", "x86_64", None, None),
-    ("Linux", "aarch64", "no CPU kernels for aarch64: they are made for x86_64", None),
+    ("Linux", "AMD64", None, None),
+    (
+        "Linux",
+        "arm64",
+        None if "aarch64" in toolchain.CPU_FLAGS else "no CPU kernels for arm64: they are made for x86_64",
+        None,
+    ),
     (
         "Linux",
         "ppc64le",

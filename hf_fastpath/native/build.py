@@ -42,18 +42,6 @@ __all__ = ["TARGETS", "WHEEL_CUDA_ARCHS", "BuildError", "build", "cache_dir", "d
 
 #: the oldest torch whose stable ABI the libraries use: 2.10
 TORCH_TARGET_VERSION = "0x020a000000000000"
-_AVX2 = "-mavx2 -mfma -mf16c"
-_AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
-#: kind of processor -> end of a CPU source's name -> its compiler flags. Which source's code runs is decided at run
-#: time; other processors' sources are not compiled.
-CPU_FLAGS = {
-    "x86_64": {
-        "_avx2.cpp": _AVX2,
-        "_avx512.cpp": _AVX512,
-        "_avx512_bf16.cpp": f"{_AVX512} -mavx512bf16",
-        "_avx512_vnni.cpp": f"{_AVX512} -mavx512vnni",
-    },
-}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 #: where installed libraries and those built in the tree lie
@@ -79,7 +67,7 @@ def library_name(target: str) -> str:
 
 def feature_flags() -> dict[str, str]:
     """Return the ends of names of CPU sources that this machine's processors may run, with their compiler flags."""
-    return CPU_FLAGS.get(toolchain.processor(), {})
+    return toolchain.CPU_FLAGS.get(toolchain.processor(), {})
 
 
 def sources(target: str) -> list[Path]:

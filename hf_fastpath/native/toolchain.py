@@ -25,9 +25,21 @@ TARGETS = ("cpu", "cuda")
 WHEEL_CUDA_ARCHS = ("80", "86", "89", "90a", "100", "120")
 #: the oldest compute capability that the CUDA kernels are written for
 MIN_CUDA_CAPABILITY = (8, 0)
+_AVX2 = "-mavx2 -mfma -mf16c"
+_AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+#: kind of processor that CPU kernels are made for -> end of a CPU source's name -> its compiler flags. Which source's
+#: code runs is decided at run time; other processors' sources are not compiled.
+CPU_FLAGS = {
+    "x86_64": {
+        "_avx2.cpp": _AVX2,
+        "_avx512.cpp": _AVX512,
+        "_avx512_bf16.cpp": f"{_AVX512} -mavx512bf16",
+        "_avx512_vnni.cpp": f"{_AVX512} -mavx512vnni",
+    },
+}
 _SYSTEMS = {"Darwin": "macOS"}
-_X86_64 = ("x86_64", "amd64")
-_AARCH64 = ("aarch64", "arm64")
+#: kind of processor -> other names that systems have for it
+_PROCESSORS = {"x86_64": ("amd64",), "aarch64": ("arm64",)}
 #: bytes of memory that one compiler takes at most
 _BYTES_PER_JOB = {"cpu": 1 << 30, "cuda": 2 << 30}
 _ASK_SECONDS = 60
@@ -52,18 +64,18 @@ class Toolchain:
 def processor() -> str:
     """Return the kind of this machine's processor: "x86_64", "aarch64", or what the system calls another."""
     machine = platform.machine().lower()
-    return next((names[0] for names in (_X86_64, _AARCH64) if machine in names), machine)
+    return next((name for name, others in _PROCESSORS.items() if machine in others), machine)
 
 
 def unsupported_platform(target: str) -> str | None:
     """Return why there are no kernels of ``target`` for this operating system and processor; None if there are."""
     system, machine = platform.system(), platform.machine().lower()
-    machines = _X86_64 if target == "cpu" else _X86_64 + _AARCH64
+    machines = tuple(CPU_FLAGS if target == "cpu" else _PROCESSORS)
     name = target.upper()
     if system != "Linux":
         return f"no {name} kernels for {_SYSTEMS.get(system, system or sys.platform)}: they are made for Linux"
-    if machine not in machines:
-        return f"no {name} kernels for {machine or 'this processor'}: they are made for {' and '.join(machines[::2])}"
+    if processor() not in machines:
+        return f"no {name} kernels for {machine or 'this processor'}: they are made for {' and '.join(machines)}"
     return None
 
 

@@ -163,7 +163,7 @@ def no_native_library(monkeypatch):
 def unsupported_platform(monkeypatch):
     """A patched model came here from another machine."""
     model = patched()
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(loader, "_status", {"cpu": loader.Status("cpu", "reference", "")})
     loader.ensure("cpu")
     return {hf_fastpath.report(model).loop}
