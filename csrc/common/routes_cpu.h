@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "common/cpu_features.h"
-#include "common/dtype.h"
+#include "common/routes.h"
 
 namespace hf_fastpath {
 
@@ -22,15 +22,6 @@ enum class Product : int {
   kPackedGemv,  // of up to kDequantizedRows rows
   kPackedGemm,
 };
-
-// A set of weights: a matrix, a transposed matrix, and each packed format.
-using WeightSet = uint32_t;
-constexpr WeightSet kPlainWeight = 1, kTransposedWeight = 2;
-constexpr WeightSet packed_weight(int format) { return WeightSet{4} << format; }
-
-// A set of dtypes.
-using DTypeSet = uint32_t;
-constexpr DTypeSet set_of(DType dtype) { return DTypeSet{1} << static_cast<int>(dtype); }
 
 // What a route asks of the tuning.
 enum class Tuned : int { kAny, kPrefersBf16Dot, kOthersF32Gemm };

@@ -7,12 +7,13 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/routes_cuda.h"
 #include "rope_append/rope_append.h"
 
 namespace hf_fastpath {
 
 constexpr int kMaxGemvRows = 16;   // rows of x that every device takes
-constexpr int kMaxWgmmaRows = 64;  // and with fits_gemv_wgmma
+constexpr int kMaxWgmmaRows = 64;  // and gemv_wgmma
 // Weights side by side: query, key and value; a gated delta rule has four.
 constexpr int kMaxGemvSegments = 4;
 
@@ -59,10 +60,15 @@ struct GemvParams {
 // appends the features instead of writing them to out.
 bool fits_one_kernel(const GemvParams& params, const RopeAppendParams* rope);
 
-// Picks the kernel below that suits the shape and alignment, and launches it. A norm or `rope` has to fit.
+// Launches the kernel of the call's route. A norm or `rope` has to fit.
 void launch_gemv(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
-// The kernels, one a file; gemv.cu says for which rows and types. Dot products with rows of [n, k] weights:
+// What routes ask of a norm in front; and of x, weights, a norm and an append, so that rings take them.
+CallFacts norm_facts(const GemvNorm& norm);
+bool fits_ring(const GemvParams& params, const RopeAppendParams* rope);
+
+// The kernels, one a file; products/select_cuda.cu says for which rows and types. Dot products with rows of
+// [n, k] weights:
 void launch_gemv_rows(const GemvParams& params, cudaStream_t stream);
 // The same on tensor cores.
 void launch_gemv_mma(const GemvParams& params, cudaStream_t stream);
@@ -74,15 +80,13 @@ void launch_gemv_columns_mma(const GemvParams& params, const RopeAppendParams* r
 
 // One x row, [n, k] weights: any norm, and [query, key, value] of the one token of a batch of one to turn and
 // append.
-bool fits_gemv_ring(const GemvParams& params, const RopeAppendParams* rope);
+bool has_few_chunks(const GemvParams& params);  // of a row of x, which a block keeps in registers
 void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
 // The same for several x rows: neither layer norm nor factors 1 + weight.
-bool fits_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
 // Up to kMaxWgmmaRows x rows on tensor cores: products alone.
-bool fits_gemv_wgmma(const GemvParams& params, const RopeAppendParams* rope);
 void launch_gemv_wgmma(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream);
 
 }  // namespace hf_fastpath

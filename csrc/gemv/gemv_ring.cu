@@ -46,9 +46,9 @@ void launch_typed(const GemvParams& p, const RopeAppendParams* rope, cudaStream_
 
 }  // namespace
 
-bool fits_gemv_ring(const GemvParams& p, const RopeAppendParams* rope) {
+bool has_few_chunks(const GemvParams& p) {
   const int most = p.norm.kind == NormKind::kNone ? kMaxChunks : kMaxNormedChunks;
-  return fits_ring(p, rope) && row_chunks(p) <= most * kRingConsumers;
+  return row_chunks(p) <= most * kRingConsumers;
 }
 
 void launch_gemv_ring(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {

@@ -47,11 +47,6 @@ void launch_typed(const GemvParams& p, const RopeAppendParams* rope, cudaStream_
 
 }  // namespace
 
-bool fits_gemv_ring_rows(const GemvParams& p, const RopeAppendParams* rope) {
-  if (p.norm.weight_offset != 0.f) return false;  // registers are short
-  return p.norm.kind != NormKind::kLayer && fits_ring(p, rope);
-}
-
 void launch_gemv_ring_rows(const GemvParams& params, const RopeAppendParams* rope, cudaStream_t stream) {
   if (params.dtype == DType::kFloat16) return launch_typed<__half>(params, rope, stream);
   launch_typed<__nv_bfloat16>(params, rope, stream);

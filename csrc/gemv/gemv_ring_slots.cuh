@@ -131,16 +131,6 @@ void with_ring_end(const GemvParams& p, const RopeAppendParams* rope, Launch lau
   launch(std::integral_constant<RingEnd, RingEnd::kPlain>{});
 }
 
-// What every kernel over a ring needs: whole, aligned 16-byte chunks of x, of weight rows and of a norm.
-// Before Hopper only 16-bit types have one.
-inline bool fits_ring(const GemvParams& p, const RopeAppendParams* rope) {
-  bool fits =
-      p.n > 0 && p.k > 0 && has_aligned_rows(p) && is_aligned16(p.norm.weight) && is_aligned16(p.norm.bias);
-  if (p.norm.kind != NormKind::kNone) fits = fits && p.norm.weight;
-  if (rope) fits = fits && rope->head_dim % 2 == 0;
-  return fits && (p.dtype != DType::kFloat32 || has_hopper_code());
-}
-
 // Which of as many shares is this block's. Two blocks of an SM are neighbors, so that SMs get the same number
 // of units within one.
 __device__ __forceinline__ int ring_share() {

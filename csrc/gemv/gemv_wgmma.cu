@@ -110,10 +110,6 @@ void launch_typed(const GemvParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-bool fits_gemv_wgmma(const GemvParams& p, const RopeAppendParams* rope) {
-  return p.norm.kind == NormKind::kNone && !rope && has_aligned_rows(p) && has_wgmma_code();
-}
-
 void launch_gemv_wgmma(const GemvParams& params, const RopeAppendParams*, cudaStream_t stream) {
   if (params.dtype == DType::kFloat16) return launch_typed<__half>(params, stream);
   launch_typed<__nv_bfloat16>(params, stream);

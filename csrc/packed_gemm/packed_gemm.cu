@@ -4,7 +4,8 @@
 #include <atomic>
 #include <random>
 
-#include "common/wgmma.cuh"
+#include "common/cuda_check.cuh"
+#include "common/routes_cuda.h"
 #include "packed_gemm/packed_gemm.h"
 
 namespace hf_fastpath {
@@ -61,18 +62,16 @@ double time_of(const PackedGemmParams& p, int clusters, const TileTime& tile, in
   return start + share * whole + leave + collect + others * other + (share < 1 ? 1 : share) * out + kNextPart;
 }
 
-// Rows from which on the kernel loses more to PyTorch's product than dequantizing the weight in front of that
-// takes (H200).
-constexpr int64_t kWidensFrom = 4096;
-
 }  // namespace
 
 bool fits_packed_gemm(const PackedGemmParams& p) {
-  if (p.dtype == DType::kFloat32 || p.rows >= kWidensFrom || !has_kernels(p.matrix.format)) return false;
   constexpr int64_t kMostPieces = 1 << 30;  // of the smallest tiles
-  if ((p.rows / 32 + 1) * (p.matrix.rows / 256 + 1) * p.matrix.blocks > kMostPieces) return false;
-  if (p.matrix.rows * p.matrix.groups > INT32_MAX) return false;  // places of scales
-  return has_wgmma_code();
+  const bool is_indexed = (p.rows / 32 + 1) * (p.matrix.rows / 256 + 1) * p.matrix.blocks <= kMostPieces &&
+                          p.matrix.rows * p.matrix.groups <= INT32_MAX;  // places of scales
+  const CudaRoute* const route =
+      find_cuda_route({CudaProduct::kPackedGemm, packed_weight(static_cast<int>(p.matrix.format)), p.dtype,
+                       p.rows, is_indexed ? kIndexed : 0});
+  return route != nullptr && !route->dequantizes;
 }
 
 PackedGemmPlan plan_packed_gemm(const PackedGemmParams& p, int tokens, int split, int warpgroups) {

@@ -1,5 +1,5 @@
-// Which kernel a product with a quantized matrix gets: one variant of packed_gemv_kernel
-// (packed_gemv_ring.cuh) a format, or of a format without kernels one of gemv's over the dequantized matrix.
+// A product with a quantized matrix by its route: the variant of packed_gemv_kernel (packed_gemv_ring.cuh)
+// for its format, or one of gemv's kernels over the dequantized matrix.
 
 #include "packed_gemv/packed_gemv.h"
 
@@ -19,22 +19,34 @@ GemvParams of_floats(const GemvParams& p, const void* weight) {
   return dense;
 }
 
+// Null if no kernel does all of it at once.
+const CudaRoute* route_of(const GemvParams& p, const PackedMatrix& matrix, CallFacts facts) {
+  if (!has_kernels(matrix.format)) {  // a workspace is aligned as this pointer is
+    facts |= fits_one_kernel(of_floats(p, nullptr), nullptr) ? kDense : 0;
+  }
+  return find_cuda_route(
+      {CudaProduct::kPackedGemv, packed_weight(static_cast<int>(matrix.format)), p.dtype, p.m, facts});
+}
+
+bool dequantizes(const GemvParams& p, const PackedMatrix& matrix) {
+  const CudaRoute* const route = route_of(p, matrix, norm_facts(p.norm));
+  return route != nullptr && route->dequantizes;
+}
+
 }  // namespace
 
 bool fits_packed_gemv(const GemvParams& p, const PackedMatrix& matrix) {
-  if (has_kernels(matrix.format)) return p.norm.kind != NormKind::kLayer;
-  return fits_one_kernel(of_floats(p, nullptr), nullptr);  // workspaces are aligned as this pointer is
+  return route_of(p, matrix, norm_facts(p.norm)) != nullptr;
 }
 
 bool fits_packed_append(const GemvParams& p, const PackedMatrix& matrix, const RopeAppendParams& rope) {
-  constexpr int kMostFloatRows = 4;                                    // of sixteen columns
   const bool turns_neighbors = rope.neighbors && rope.rotary_dim > 0;  // rows_together() needs rows in order
-  return has_kernels(matrix.format) && rope.head_dim % 2 == 0 && !is_quantized(rope.kv_type) &&
-         !turns_neighbors && (p.dtype != DType::kFloat32 || p.m <= kMostFloatRows);
+  const bool wants_head = rope.head_dim % 2 != 0 || is_quantized(rope.kv_type) || turns_neighbors;
+  return route_of(p, matrix, kAppend | (wants_head ? kHeadAppend : 0)) != nullptr;
 }
 
 int64_t packed_gemv_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix) {
-  if (!has_kernels(matrix.format)) return matrix.rows * params.k * element_size(params.dtype);
+  if (dequantizes(params, matrix)) return matrix.rows * params.k * element_size(params.dtype);
   return with_format(matrix.format, [&](auto format) {
     return packed_format_workspace_bytes<decltype(format)::value>(params, matrix);
   });
@@ -43,7 +55,7 @@ int64_t packed_gemv_workspace_bytes(const GemvParams& params, const PackedMatrix
 void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatrix& matrix,
                         const RopeAppendParams* rope, void* workspace, cudaStream_t stream) {
   if (params.n == 0) return;
-  if (!has_kernels(matrix.format)) {
+  if (dequantizes(params, matrix)) {
     launch_packed_dequantize_any(matrix, params.segments[0].weight, params.k, 0, matrix.rows, params.dtype,
                                  workspace, stream);
     return launch_gemv(of_floats(params, workspace), nullptr, stream);

@@ -86,13 +86,24 @@ def _print_info(found: dict[str, Any], as_json: bool) -> None:
 
 
 def routes() -> list[dict[str, Any]]:
-    """Return the routes by which products are computed on the CPU, the first that fits first; none without kernels."""
+    """Return the routes by which products are computed on the CPU, and then those of a GPU if it has kernels here.
+
+    Of each device's routes the first that fits is taken.
+    """
     from dataclasses import asdict
+
+    import torch
 
     from ..native import loader
 
     loader.ensure("cpu")
-    rows = [asdict(route) for route in loader.cpu_routes()]
+    rows = [asdict(route) | {"device": "cpu"} for route in loader.cpu_routes()]
+    if torch.cuda.is_available():
+        loader.ensure("cuda")
+    for route in loader.cuda_routes():
+        row = asdict(route)
+        code = row.pop("code")
+        rows.append(row | {"needs": ((code,) if code else ()) + row["needs"], "tuning": "", "device": "cuda"})
     return [row | {"rows": "-".join("" if each is None else str(each) for each in row["rows"])} for row in rows]
 
 
@@ -228,7 +239,7 @@ def _main(argv: Sequence[str] | None) -> int:
     info_parser.add_argument(
         "--routes",
         action="store_true",
-        help="instead: how products are computed on the CPU, by the first row that fits",
+        help="instead: how products are computed on each device, by the first row that fits",
     )
     info_parser.add_argument("--json", action="store_true")
     explain = commands.add_parser(

@@ -65,10 +65,11 @@ def routes(library: Path) -> list[CpuRoute]:
     ask = ctypes.CDLL(str(library)).hf_fastpath_routes
     ask.restype = ctypes.c_char_p
     rows = json.loads(ask().decode())
-    return [CpuRoute(**{key: _frozen(value) for key, value in row.items()}) for row in rows]
+    return [CpuRoute(**{key: frozen(value) for key, value in row.items()}) for row in rows]
 
 
-def _frozen(value: Any) -> Any:
+def frozen(value: Any) -> Any:
+    """Return a tuple for a list, and anything else as it is."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .. import logs, switches
-from . import build, build_cache, cpu, toolchain
+from . import build, build_cache, cpu, cuda, toolchain
 from .toolchain import build_mode
 
 #: reason codes of a device without compiled kernels
@@ -220,6 +220,11 @@ def cpu_choice() -> cpu.CpuChoice | None:
 def cpu_routes() -> list[cpu.CpuRoute]:
     """Return the table of routes by which products are computed on the CPU; empty if there are no CPU kernels."""
     return cpu.routes(Path(_status["cpu"].detail)) if is_native("cpu") else []
+
+
+def cuda_routes() -> list[cuda.CudaRoute]:
+    """Return the table of routes by which products are computed on a GPU; empty if there are no kernels for it."""
+    return cuda.routes(Path(_status["cuda"].detail)) if is_native("cuda") else []
 
 
 def _ensure(device: str, progress: Callable[[str], None] | None) -> Status:

@@ -17,6 +17,7 @@ from hf_fastpath.architecture import architectures
 from hf_fastpath.bench import generate
 from hf_fastpath.cli import main as cli
 from hf_fastpath.native import loader
+from hf_fastpath.native.cuda import CudaRoute
 from hf_fastpath.reasons import REASONS
 
 
@@ -46,6 +47,19 @@ def test_cli_info_routes(capsys):
     assert [row["name"] for row in found] == [row.name for row in rows] and rows
     pairs = next(row for row in found if row["name"] == "pairs" and "packed_gemm" in row["products"])
     assert pairs["rows"] == "4-512" and pairs["weights"] == ["fp8", "int4"] and pairs["tuning"] == "prefers_bf16_dot"
+
+
+def test_cli_info_routes_of_a_gpu(monkeypatch, capsys):
+    row = CudaRoute("gemv_ring", ("gemv",), ("plain",), ("float32",), (1, 1), "hopper", ("ring",), ("append",))
+    monkeypatch.setattr(loader, "cuda_routes", lambda: [row])
+    assert cli.main(["info", "--routes", "--json"]) == 0
+    *others, found = json.loads(capsys.readouterr().out)
+    assert {each["device"] for each in others} == {"cpu"} and found["device"] == "cuda"
+    assert (found["rows"], found["needs"], found["lacks"]) == ("1-1", ["hopper", "ring"], ["append"])
+    assert all(list(each) == list(found) for each in others), "a table has columns"
+    assert cli.main(["info", "--routes"]) == 0
+    printed = "gemv_ring gemv plain float32 1-1 hopper,ring append cuda"
+    assert capsys.readouterr().out.splitlines()[-1].split() == printed.split()
 
 
 def test_cli_explain(capsys):
