@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def found(command: str) -> list[str]:
     """Return the lines that a command of ARCHITECTURE.md prints."""
-    assert f"`{command}`" in (ROOT / "ARCHITECTURE.md").read_text(), "ARCHITECTURE.md tells of another command"
+    told = (ROOT / "ARCHITECTURE.md").read_text().replace(r"\|", "|")  # as a table has it
+    assert f"`{command}`" in told, "ARCHITECTURE.md tells of another command"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert not done.stderr, done.stderr
     return done.stdout.splitlines()
@@ -35,3 +36,25 @@ def test_a_quantized_weight_is_one_value():
     lines = found('grep -rnE "def .*quants, scales" hf_fastpath --include=*.py')
     others = [line for line in lines if not re.match(r"hf_fastpath/(ops|quantization)/", line)]
     assert [line.partition(":")[0] for line in others] == ["hf_fastpath/decode/lower/many_rows.py"], others
+
+
+def test_few_files_know_what_quants_are():
+    """All others ask for facts that follow from a format's description."""
+    native = found('grep -rlE "Packed(Values|Zeros|Scales)::k" csrc --include=*.h --include=*.c*')
+    assert len(native) == 6 and {Path(each).parent.as_posix() for each in native} == {"csrc/weights"}, native
+    python = found(r'grep -rlE "QuantValues|ZeroPoints|\.is_(table|float)\b" hf_fastpath --include=*.py')
+    expected = ("native/generated.py", "packed_formats.py", "quantization/quantizer.py", "replacing/schemes.py")
+    assert sorted(python) == [f"hf_fastpath/{name}" for name in expected]
+
+
+def test_a_product_of_a_feature_is_declared_and_has_a_row():
+    where = found("grep -rlw linear_avx512_bf16 csrc --include=*.h --include=*.cpp")
+    kernel = "csrc/gemv/gemv_avx512_bf16.cpp"
+    assert sorted(where) == [kernel, "csrc/gemv/gemv_cpu.h", "csrc/products/select_cpu.cpp"]
+    endings = [path for path in (ROOT / "hf_fastpath").rglob("*.py") if '"_avx512_bf16.cpp"' in path.read_text()]
+    assert [path.name for path in endings] == ["toolchain.py"]
+
+
+def test_two_tables_choose_products():
+    tables = found(r'grep -rlE " kRoutes\[\]" csrc')
+    assert sorted(tables) == ["csrc/products/select_cpu.cpp", "csrc/products/select_cuda.cu"]
