@@ -58,3 +58,7 @@ def test_a_product_of_a_feature_is_declared_and_has_a_row():
 def test_two_tables_choose_products():
     tables = found(r'grep -rlE " kRoutes\[\]" csrc')
     assert sorted(tables) == ["csrc/products/select_cpu.cpp", "csrc/products/select_cuda.cu"]
+
+
+def test_comments_begin_with_what_they_speak_of():
+    assert not found(r'grep -rnE "^\s*// Of " csrc --include=*.h --include=*.c*')

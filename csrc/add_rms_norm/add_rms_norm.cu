@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kMaxNormThreads) add_rms_norm_kernel(AddNormPa
   const int step = blockDim.x * kElems, begin = threadIdx.x * kElems;
   typename C::Raw weight = C::zero();
   allow_next_kernel();
-  // Of a step's row the weight comes out of memory while the kernel in front still runs.
+  // The weight of a step's row comes out of memory while the kernel in front still runs.
   const bool has_weight = kChunks == 1 && p.programmatic_launch;
   if (has_weight && begin < p.columns) weight = C::load_shared_line(p.weight + begin);
   wait_for_previous_kernel();

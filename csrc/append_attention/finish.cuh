@@ -54,7 +54,7 @@ struct ClusterPlace {
   }
 };
 
-// From the shared memory of a block of the cluster.
+// Loads from the shared memory of a block of the cluster.
 __device__ __forceinline__ float4 load_cluster4(const float* shared, int rank) {
 #if HF_FASTPATH_HOPPER
   float4 x;

@@ -126,7 +126,7 @@ struct ScoreScale {
   }
 };
 
-// To 1e-7 of 1.
+// The error is at most 1e-7, absolute.
 __device__ __forceinline__ float tanh_fast(float x) {
   return 1.f - __fdividef(2.f, 1.f + exp2_approx(2.f * kLog2e * x));
 }

@@ -182,7 +182,7 @@ class Router {
  private:
   __device__ __forceinline__ bool is_plain() const { return kIsPlain || p_.is_plain; }
 
-  // Without its bias.
+  // Returns a score without its bias.
   __device__ __forceinline__ float score_at(int index) const {
     float own = 0.f;  // in the lane that has it
 #pragma unroll

@@ -24,7 +24,7 @@ constexpr int64_t element_size(KvType type) {
 // scales of K and V follow.
 constexpr int64_t kTableColumns = 3, kQuantizedTableColumns = 5;
 
-// Of the quants; see hf_fastpath/ops/kv_cache.py.
+// These are the largest magnitudes of quants; hf_fastpath/ops/kv_cache.py has the same.
 constexpr float kLargestInt8 = 127.0f, kLargestFloat8 = 448.0f;
 
 // What follows are choices in ops' schemas, by number: hf_fastpath/choices.py has the names.
@@ -37,12 +37,12 @@ constexpr float weight_offset(NormKind kind) { return kind == NormKind::kRmsOffs
 
 enum class Activation : int { kNone = 0, kRelu = 1, kSilu = 2, kGeluTanh = 3, kGelu = 4 };
 
-// Of fused_gelu.
+// How fused_gelu computes GELU.
 enum class Approximation : int { kNone = 0, kTanh = 1 };
 
-// Behind the activations of one value: the gate of fused_experts that clamps gate and up.
+// This number follows those of the activations: a gate of fused_experts that clamps gate and up.
 constexpr int64_t kClampedSwiglu = 5;
-// And relu(up)^2, of experts without a gate.
+// The next one is relu(up)^2, which experts without a gate have.
 constexpr int64_t kSquaredRelu = 6;
 
 }  // namespace hf_fastpath

@@ -5,8 +5,8 @@
 
 namespace hf_fastpath {
 
-// Of four e4m3 bytes the lower or the upper two, times 2^-8: sign, exponent and mantissa as they are, in an
-// exponent whose bias is 8 more.
+// Returns the lower or the upper two of four e4m3 bytes, times 2^-8: sign, exponent and mantissa stay as they
+// are, and the bias of the exponent is 8 more.
 template <bool kUpper>
 __device__ __forceinline__ uint32_t halves_of_float8(uint32_t bytes) {
   const uint32_t raised = __byte_perm(bytes, 0, kUpper ? 0x3424 : 0x1404);  // byte, zero

@@ -8,7 +8,7 @@
 
 namespace hf_fastpath {
 
-// Of a matrix, and of x or the base product: kernels count threads in 32 bits.
+// A matrix, x and the base product have no more elements than that: kernels count threads in 32 bits.
 constexpr int64_t kMaxLoraElements = int64_t(1) << 30, kMaxLoraFeatures = int64_t(1) << 26;
 
 // The matrices beside rows of type `dtype`. `rank_dim`: the dimension of a matrix that is its rank.

@@ -52,8 +52,8 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1,
   }
 }
 
-// Of two words that hold neighbors (x0, x1) and (y0, y1): (x0, y0) and (x1, y1). Turns pieces of two matrix
-// rows into an operand that pairs the rows.
+// Two words that hold neighbors (x0, x1) and (y0, y1) give (x0, y0) and (x1, y1). That turns pieces of two
+// matrix rows into an operand that pairs the rows.
 __device__ __forceinline__ uint32_t pair_low(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x5410); }
 __device__ __forceinline__ uint32_t pair_high(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x7632); }
 

@@ -6,7 +6,7 @@
 
 namespace hf_fastpath {
 
-// Of a page, at least; a power of two.
+// A page has at least so many positions, and a power of two.
 constexpr int64_t kMinPageSize = 16;
 // Columns of a kv_table of caches in pages: address of K, address of V, capacity, address of the block table.
 constexpr int64_t kPagedTableColumns = 4;

@@ -30,7 +30,7 @@ inline DType dtype_of(const Tensor& tensor, const char* op) {
   }
 }
 
-// Of a KV cache.
+// Returns the type of a KV cache.
 inline KvType kv_type_of(const Tensor& cache, const char* op) {
   switch (cache.scalar_type()) {
     case ScalarType::Char:
@@ -125,7 +125,7 @@ inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
   return sizes;
 }
 
-// Like sizes_of, with the last dimension replaced: the shape of a projection's output.
+// Returns the tensor's sizes with another last one: the shape of a projection's output.
 inline std::vector<int64_t> sizes_with_last(const Tensor& tensor, int64_t last) {
   std::vector<int64_t> sizes = sizes_of(tensor);
   sizes.back() = last;

@@ -29,7 +29,7 @@ struct TraceRecord {
 
 constexpr unsigned kTraceRecords = 1 << 16;
 
-// Of one source file: kernels are compiled by themselves.
+// Each source file has a buffer of its own, as kernels are compiled by themselves.
 struct TraceBuffer {
   unsigned count;
   TraceRecord records[kTraceRecords];

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<KV, kLanes, kChunks, kR
   for (int u = 0; u < kUnroll; ++u) load(s.k, position + u * kGroups, k_raw[u]);
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) load(s.v, position + u * kGroups, v_raw[u]);
-  // Of quants, the same for their scales, times what dequantized quants are short of.
+  // Quants have the same for their scales, times what dequantized quants are short of.
   Scales scales{};
   if constexpr (kIsQuant<KV>) scales = find_scales(p, s, batch_row, kv_head);
   const auto load_scale = [&](const uint16_t* from, int position) {

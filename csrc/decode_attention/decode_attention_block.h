@@ -14,8 +14,8 @@ namespace {
 #define HF_ALWAYS_INLINE __attribute__((always_inline))
 
 constexpr float kMinusInfinity = -__builtin_inff();
-// Of K in a block: K and V of a block, and the K prefetched for the next, have to fit a 48 KiB first-level
-// cache.
+// So much of K is in a block: K and V of a block, and the K prefetched for the next, have to fit a 48 KiB
+// first-level cache.
 constexpr int64_t kBlockBytes = 16 * 1024;
 // The same for four queries and more, whose tiles read a block again and again: 8 and 16 KiB are 2 to 15 %
 // slower.
@@ -280,8 +280,8 @@ HF_INLINE void weigh_scores(float* scores, int64_t padded, float block_top, floa
   *maximum = now;
 }
 
-// Of all queries; positions [position, position + count) if `length` is 0, else of four streams of that many
-// positions, all visible. With factors of scores and of weights, or without both.
+// Attends with all queries to positions [position, position + count) if `length` is 0, else to four streams
+// of that many positions, all visible. Scores and weights have factors, or both have none.
 template <class Vector, bool kFactors>
 void softmax_block(const AttentionChunk& chunk, int64_t count, int64_t length, int64_t position,
                    const float* of_scores, const float* of_weights) {

@@ -47,8 +47,8 @@ __device__ __forceinline__ void load_row(uint4 (&raw)[kPieces][2], const T* row,
     }
 }
 
-// Of a row of which four lanes have a part: the bits of the largest magnitude. They compare as magnitudes do,
-// and NaN is the largest.
+// Returns the bits of the largest magnitude of a row of which four lanes have a part. They compare as
+// magnitudes do, and NaN is the largest.
 template <class T, int kPieces>
 __device__ __forceinline__ uint32_t row_largest(const uint4 (&raw)[kPieces][2]) {
   uint32_t largest = 0;

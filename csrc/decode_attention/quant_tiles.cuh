@@ -231,7 +231,7 @@ struct QuantScales {
     }
     return most;
   }
-  // Of a power of two below 2^127; 0 of 0.
+  // Returns 1 / power, for a power of two below 2^127, and 0 for 0.
   static __device__ __forceinline__ float inverse(float power) {
     return power > 0.f ? __uint_as_float(0x7f000000u - __float_as_uint(power)) : 0.f;
   }

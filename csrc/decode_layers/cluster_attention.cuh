@@ -115,7 +115,7 @@ struct HeadAttention<T, true> {
     v = there ? C::load_streaming_l2(v_head + offset) : C::zero();
   }
 
-  // By one warp.
+  // One warp takes the new position.
   __device__ __forceinline__ void take_new(const float* qkv, float scale, HeadPartials& partials) const {
     const float *new_k = qkv + kClusterHeadDim, *new_v = new_k + kClusterHeadDim;
     const int lane = threadIdx.x % kWarpSize;
@@ -132,7 +132,7 @@ struct HeadAttention<T, true> {
     if (lane == 0) partials.new_score = sees_new ? score * scale : -INFINITY;
   }
 
-  // By the others.
+  // The other warps take the old positions.
   __device__ __forceinline__ void take_old(const float* qkv, float scale, HeadPartials& partials) {
     float q[kElems], out[kElems] = {}, largest = -INFINITY, sum = 0.f;
 #pragma unroll
@@ -159,7 +159,7 @@ struct HeadAttention<T, true> {
         for (int e = 0; e < kElems; ++e) out[e] = fmaf(weight, v[e], out[e] * shrink);
       }
     }
-    // Over the warp's positions.
+    // What follows goes over the warp's positions.
     float most = largest;
 #pragma unroll
     for (int bit = kLanes; bit < kWarpSize; bit *= 2)
@@ -182,7 +182,7 @@ struct HeadAttention<T, true> {
     if (threadIdx.x % kWarpSize == 0) partials.warp_maxima[warp] = most, partials.warp_sums[warp] = sum;
   }
 
-  // Over the warps, to all blocks: four threads a feature, two blocks each.
+  // Sums over the warps and sends the sums to all blocks: four threads have a feature, two blocks each.
   __device__ __forceinline__ void exchange(HeadPartials& partials, const Inbox& inbox) const {
     const int d = threadIdx.x / 4, to = threadIdx.x % 4 * 2;
     if (d >= kClusterHeadDim) return;

@@ -260,7 +260,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   int least_index = 0;  // of those with least_key
   if (top_p < 1) {
-    // Mass in units that make the sum about 2^31. Of a few tokens the number bounds it and costs nothing.
+    // Mass in units that make the sum about 2^31. Where tokens are few, their number bounds the sum and costs
+    // nothing.
     float sum = static_cast<float>(tokens.num_few);
     if (!tokens.few) {
       tokens.visit([&](const auto& keys, int) {

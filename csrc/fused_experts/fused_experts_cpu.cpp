@@ -43,7 +43,7 @@ void run_experts(const ExpertsCall& call) {
   float* const outputs = rounded + count * width_stride;
   Linear* const kernel = float_linear_kernel(dtype);
   const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
-  // Of a group's rows, to rows of `to` that lie side by side.
+  // The arguments for a group's rows, whose outputs are rows of `to` that lie side by side.
   const auto group_args = [&](const ExpertPairs::Group& group, const float* x, int64_t x_stride,
                               const Tensor& stack, void* to, int64_t out_features) {
     LinearArgs args = expert_args(call, group, x, x_stride, stack);

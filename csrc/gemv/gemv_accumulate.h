@@ -70,7 +70,7 @@ HF_INLINE void accumulate(const typename Element::Storage* const* rows, const ty
   }
 }
 
-// As above for `rows` rows of x, at most kM, and all weight rows of a tile.
+// Does the same for `rows` rows of x, at most kM, and all weight rows of a tile.
 template <class Vector, class Element, int kTile, int kM, int kStride = kMaxRows>
 void accumulate_rows(int64_t rows, const TileRows<Element, kTile>& w, const typename Vector::Input* x,
                      int64_t x_stride, int64_t n, int64_t ahead, typename Vector::Type* total) {

@@ -52,7 +52,7 @@ constexpr int kRingMinBlocks = HF_FASTPATH_HOPPER && kRingMma<T> && kEnd != Ring
                                    ? 3
                                    : 2;
 
-// Of a lane's part of x, for an RMS norm.
+// Sums the squares of a lane's part of x, for an RMS norm.
 template <class T, int kChunks>
 __device__ __forceinline__ float ring_sum_of_squares(const uint4 (&x)[kChunks]) {
   constexpr int kElems = kVecElems<T>;

@@ -10,7 +10,7 @@ namespace {
 template <int kXRows>
 constexpr int kMostChunks = 8 / kXRows;
 
-// Of a whole row.
+// Returns how many chunks of a whole row a thread has.
 int thread_chunks(const GemvParams& p) {
   return static_cast<int>((p.k * element_size(p.dtype) / 16 + kRingConsumers - 1) / kRingConsumers);
 }

@@ -1,9 +1,9 @@
 // What: gemv_ring.cuh for 2 to 8 x rows of 16-bit types.
 // Work split: as there, all eight warps on every weight row. x, in registers, is the A operand: its sixteen
 //   rows are kXRows rows of x times kGroups pieces of k; the eight columns of B are kTogether weight rows
-//   times the same pieces, so that no product has a row of zeros. Of C counts what has the same piece of k on
-//   both sides, summed over pieces. x that is too long for the registers comes in phases: the block takes a
-//   part of all of its weight rows before the next part.
+//   times the same pieces, so that no product has a row of zeros. What counts of C has the same piece of k
+//   on both sides, and is summed over pieces. x that is too long for the registers comes in phases: the block
+//   takes a part of all of its weight rows before the next part.
 // Traffic: n * k * sizeof(T) (of both weights when gated) once, plus m * k * sizeof(T) of x per block out of
 //   L2.
 // Roofline: read bandwidth.
@@ -132,7 +132,7 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
 #pragma unroll 1
     for (int first = 0; first < rows; first += Shape::kSlotRows) {
       const char* weights = reader.wait() + g / kGroups * Shape::kPieceBytes;
-      // Of every second product of a round: rows g and g + 8 of A, columns 2 q and the next of B.
+      // Every second product of a round has these: rows g and g + 8 of A, columns 2 q and the next of B.
       float acc[Shape::kRounds][2][4] = {};
 #pragma unroll
       for (int i = 0; i < kLoads; ++i)

@@ -26,7 +26,7 @@ constexpr int kChunkBytes = 128;                      // of a row
 constexpr int kRoundRows = 32;                        // x rows that are finished at a time
 constexpr int kSumsStride = kWgmmaRows + 4;           // floats from one to the next: no bank twice
 
-// Behind the last feature of a segment.
+// Returns the place behind the last feature of a segment.
 __host__ __device__ __forceinline__ int segment_end(const GemvParams& p, int segment) {
   return segment + 1 < p.num_segments && !p.gated ? p.segments[segment + 1].first : p.n;
 }
@@ -145,7 +145,7 @@ struct WgmmaConsumer {
     for (int of = 0; of < kParts; ++of) wgmma_touch(c[of]);
   }
 
-  // Of two blocks that share k, the first gets the sums of the first half of the x rows, the second the
+  // Two blocks share k: the first gets the sums of the first half of the x rows, the second the
   // others. They become the first groups.
   __device__ __forceinline__ void exchange() {
     const int other = block.rank ^ 1;

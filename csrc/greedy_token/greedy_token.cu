@@ -15,7 +15,8 @@
 namespace hf_fastpath {
 namespace {
 
-// Of a block of a cluster: so few that it is on an SM before the kernel in front ends; of a block alone.
+// A block of a cluster has so few that it is on an SM before the kernel in front ends; a block alone has
+// more.
 constexpr int kClusterThreads = 256, kAloneThreads = 1024;
 constexpr int kUnroll = 4;       // loads in flight a thread
 constexpr int kMinChunks = 128;  // of a row that a block of a cluster should have

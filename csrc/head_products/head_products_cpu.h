@@ -5,7 +5,7 @@
 
 namespace hf_fastpath {
 
-// Of one head and row, in float32: sums[begin, end) of all outputs. x: [inputs] in float32.
+// Computes sums[begin, end) of all outputs of one head and row, in float32. x: [inputs] in float32.
 void head_product_portable(const HeadProductsParams& p, const void* weight, const float* x, int64_t begin,
                            int64_t end, float* sums);
 void head_product_avx2(const HeadProductsParams& p, const void* weight, const float* x, int64_t begin,

@@ -14,8 +14,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kNeighbors = 8;
 
-// Of a format with a table all of its values, in shared memory, where each has a bank of its own: no lane
-// waits for another.
+// All values of a format's table are in shared memory, where each has a bank of its own: no lane waits for
+// another.
 template <PackedFormat kFormat, int kPlace>
 constexpr float kTableValue = traits_of(kFormat).table[kPlace];
 template <PackedFormat kFormat, int... kPlace>

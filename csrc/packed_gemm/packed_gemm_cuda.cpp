@@ -10,7 +10,7 @@ namespace hf_fastpath {
 namespace {
 
 constexpr const char* kOp = "packed_gemm";
-// Of a weight that is dequantized for PyTorch's product: a part of its rows at a time.
+// A weight is dequantized for PyTorch's product so many bytes at a time.
 constexpr int64_t kDequantizedBytes = 64 << 20;
 
 // Rows of x as the kernel's copies want them: whole 16 bytes, aligned.
@@ -46,7 +46,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// By PyTorch's product, with the dequantized weight. x: [rows, k].
+// Computes PyTorch's product with the dequantized weight. x: [rows, k].
 Tensor with_dequantized(const Tensor& x, const PackedGemmParams& p, const std::optional<Tensor>& bias,
                         cudaStream_t stream) {
   const int64_t features = p.matrix.rows;

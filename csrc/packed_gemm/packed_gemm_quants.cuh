@@ -28,7 +28,7 @@ struct PieceScales {
   uint32_t scales[Piece::kBlocks][2];
   uint32_t zeros[Piece::kBlocks];
 
-  // `row`: its first group's place. Of a piece behind the row's last block: that block's.
+  // `row`: its first group's place. A piece behind the row's last block gets that block's.
   __device__ __forceinline__ void load(const PackedMatrix& matrix, int row, int piece) {
 #pragma unroll
     for (int b = 0; b < (Piece::kScales ? Piece::kBlocks : 0); ++b) {
@@ -43,7 +43,7 @@ struct PieceScales {
       if constexpr (Traits<kFormat>::kHasZeros) zeros[b] = __ldg(matrix.zeros + row + block);
     }
   }
-  // Of a stretch, as bits of a float16 twice or of a float32.
+  // Returns a stretch's scale, as bits of a float16 twice or of a float32.
   __device__ __forceinline__ uint32_t scale(int block, int stretch) const {
     if constexpr (Traits<kFormat>::kHasTable) return scales[block][stretch / 2];
     if constexpr (Piece::kScales == 4)
@@ -114,7 +114,7 @@ template <class T, PackedFormat kFormat, class = void>
 struct LaneQuants {  // 8 bits: of four words a half each
   static constexpr bool kHalf = std::is_same_v<T, __half>;
   static constexpr int kWords = 4;
-  // Of the lane's half of a word: how many bits it is up there, or the choice of its bytes.
+  // This finds the lane's half of a word: how many bits it is up there, or the choice of its bytes.
   uint32_t which;
 
   __device__ __forceinline__ LaneQuants() {

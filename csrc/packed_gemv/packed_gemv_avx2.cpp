@@ -123,7 +123,7 @@ struct Avx2 {
   }
   HF_INLINE Total dot(const Pieces<4>& pieces, const void* steps) {
     const auto* from = static_cast<const __m256i*>(steps);
-    // Of bytes, four times two products of at most 15 * 128: below 2^15.
+    // Four times two products of at most 15 * 128 are summed, which stays below 2^15.
     const auto sum = [&](const __m256i* bytes) __attribute__((always_inline)) {
       __m256i product[4];
 #pragma GCC unroll 4
@@ -208,7 +208,7 @@ HF_INLINE void steps_of_bytes(const float* x, const float* inverse, int16_t* to)
 
 // Those that meet words of eight quants; returns the lanes' sums of them.
 HF_INLINE __m256i steps_of_nibbles(const float* x, const float* inverse, int16_t* to) {
-  // Of a word's eight steps, those of one piece's place beside each other.
+  // This brings those of a word's eight steps together that have one piece's place.
   const __m256i by_plane =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
   __m256i sum = _mm256_setzero_si256();
@@ -231,7 +231,7 @@ HF_INLINE __m256i steps_of_nibbles(const float* x, const float* inverse, int16_t
 
 // The same, each as 256 * high + low.
 HF_INLINE __m256i split_steps_of_nibbles(const float* x, const float* inverse, int8_t* to) {
-  // Of four words' first or last four steps, those that meet low halves of bytes, then those of high halves.
+  // This brings steps of four words that meet low halves of bytes in front of those that meet high halves.
   const __m256i by_half =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
   const auto store = [&](__m256i two, __m256i other_two, int8_t* at) {

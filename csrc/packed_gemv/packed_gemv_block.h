@@ -28,7 +28,7 @@ namespace hf_fastpath {
 namespace {
 
 constexpr int kStreams = 4;
-// Of one row of x, which leaves the most time for reading, where the CPU follows them.
+// One row of x reads so many streams where the CPU follows them: it leaves the most time for reading.
 constexpr int kFollowedStreams = 2;
 constexpr int64_t kScalesAheadBytes = 512;  // prefetched in each stream
 constexpr int64_t kRun = 16;  // outputs of a stream before bias and activation are applied to them

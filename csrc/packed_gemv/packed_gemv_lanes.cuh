@@ -216,7 +216,7 @@ struct LaneX {
   __device__ __forceinline__ uint4* place(int unit) const {
     return operands + unit * kWarpSize + int(threadIdx.x) % kWarpSize;
   }
-  // For a unit: of its stretch, or of the lane's of two.
+  // Returns the weights of a unit's stretch, or of the lane's of two.
   __device__ __forceinline__ uint4 weight_of(int stretch) const {
     const int lane = threadIdx.x % kWarpSize;
     return *reinterpret_cast<const uint4*>(norm + stretch * kTogether * 64 +

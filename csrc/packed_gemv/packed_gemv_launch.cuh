@@ -6,11 +6,11 @@
 
 namespace hf_fastpath {
 
-// Of slots that may be under way at a time, an SM: two slots of both blocks. With one a block, or three,
-// products of 4096 to 28672 take up to 6 % longer (H200).
+// Slots of an SM that may be under way at a time have so many bytes: two slots of both blocks. With one a
+// block, or three, products of 4096 to 28672 take up to 6 % longer (H200).
 constexpr int kPackedInFlightBytes = 72 * 1024;
-// Of what the next kernel reads, to be brought to L2, an SM: by a product that is all in its rings before its
-// input is there. Memory would rest until it is done (H200: 2.3 % of a token's time in int4_g32, 2.5 % in
+// So much of what the next kernel reads is brought to L2, an SM, by a product that is all in its rings before
+// its input is there. Memory would rest until it is done (H200: 2.3 % of a token's time in int4_g32, 2.5 % in
 // int8; what other products bring while they end costs as much as it gains, or more).
 constexpr int kPackedNextBytes = 192 * 1024;
 // Shared memory of x in a phase, of all warps.
@@ -80,7 +80,7 @@ PackedMaps maps_of(const GemvParams& p, const PackedPlan& plan) {
   return maps;
 }
 
-// Of a row of x, of whole pieces, as a kernel in front leaves it.
+// Returns the blocks of a row of x, in whole pieces, as a kernel in front leaves it.
 template <PackedFormat kFormat>
 int whole_blocks(const PackedMatrix& matrix) {
   return round_up_to(matrix.blocks, PackedSlot<kFormat, kRingWarps>::kBlocks);
@@ -232,7 +232,7 @@ template <class T, PackedFormat kFormat, class Launch>
 void with_columns(int m, const PackedMatrix& matrix, Launch launch) {
   const int columns = m * kXColumns<T>;
   if constexpr (kXColumns<T> == 1) {
-    // Of 4 bits ByteX and TableX take two blocks at a time.
+    // ByteX and TableX take two blocks of 4 bits at a time.
     if (columns == 1 && (kBits<kFormat> == 8 || (matrix.blocks % 2 == 0 && is_aligned16(matrix.scales)))) {
       return launch(std::integral_constant<int, 1>{});
     }

@@ -28,7 +28,7 @@ struct PreparedLayout {
   __host__ __device__ constexpr int64_t bytes() const { return undo_at() + kColumns * 4; }
 };
 
-// Of x over all weights that have a scale together, where quants have something in excess.
+// A block has so many sums of x, each over the weights of a scale, where quants have something in excess.
 template <PackedFormat kFormat>
 constexpr int kSumsOfBlock = Traits<kFormat>::kIsInteger ? Traits<kFormat>::kScalesPerBlock : 0;
 
@@ -162,7 +162,7 @@ struct PreparedX {
         sums(all_sums + warp * Slot::kWarpBlocks * Layout::kBlockSums),
         undo(reinterpret_cast<float*>(ring + plan.scratch_at)) {}
 
-  // As those of LaneX.
+  // They are as those of LaneX.
   __device__ __forceinline__ uint32_t operands_of_lane() const {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     return shared_address(operands) + warp * Slot::kWarpBlocks * Layout::kBlockBytes +

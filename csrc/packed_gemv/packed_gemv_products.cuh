@@ -66,7 +66,7 @@ struct LineScales {
     }
   }
 
-  // Of a row of the lane's and a stretch.
+  // Returns the scale of a row of the lane's and a stretch.
   __device__ __forceinline__ float of(int h, int stretch) const {
     if constexpr (Traits<kFormat>::kHasTable) return __uint_as_float(stretch < 2 ? words[h].x : words[h].y);
     if constexpr (!kEachStretch) return unpack2(words[h].x, __half()).x;
@@ -96,8 +96,8 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
   constexpr bool kEachHalf = Traits<kFormat>::kTogether == 2;   // or two have
   BlockWords<kFormat> words;
   words.load(reader, rows, block);
-  // Tensor cores cut sums off: those of a float32 x are halves, and what the first float16 of a table's values
-  // leave is summed by itself, where it is not cut off beside larger products.
+  // Tensor cores cut sums off: those of a float32 x are halves, and what the first float16 of a table's
+  // values leave is summed by itself, where it is not cut off beside larger products.
   constexpr int kChains = sizeof(T) == 4 ? 2 : 1;
   constexpr bool kHasRest = kTermsOf<T, kFormat> == 2;
   float c[kChains][kTiles][4] = {};

@@ -23,7 +23,7 @@ __device__ __forceinline__ uint2 load_shared_two(uint32_t from) {
 struct TileRows {
   int row[2];
 
-  // Of tile rows [first, first + Slot::kWeightRows) of `rows`: those behind the last are the last.
+  // It has tile rows [first, first + Slot::kWeightRows) of `rows`: those behind the last are the last.
   template <class Slot>
   __device__ __forceinline__ void find(const GemvParams& p, const RopeAppendParams& rope,
                                        const RingPlan& plan, int begin, int units, int first, int rows) {
@@ -184,7 +184,8 @@ struct PackedReader {
     return found;
   }
   __device__ __forceinline__ bool fetches_scales() const { return kIsCluster<kLines> || plan.fetches_scales; }
-  // Of the lane's stretches, 2 q and 2 q + 1 of its warp's two blocks, of which there are `blocks`.
+  // Returns the scales of the lane's stretches, 2 q and 2 q + 1 of its warp's two blocks, of which there are
+  // `blocks`.
   __device__ __forceinline__ uint32_t two_scales(const TileRows& rows, int h, int blocks = 2) const {
     const int q = threadIdx.x % 4;
     if constexpr (Slot::kScalesPerBlock == 4) {
@@ -212,7 +213,7 @@ struct PackedReader {
     }
     at.advance(plan.ring.slots);
   }
-  // Of the row, of this warp's blocks of the piece.
+  // Returns the place in the row of this warp's first block of the piece.
   __device__ __forceinline__ int first_block() const {
     return piece * Slot::kBlocks + Slot::line() * Slot::kWarpBlocks;
   }
@@ -249,7 +250,7 @@ __device__ __forceinline__ void run_packed(const GemvParams& p, const RopeAppend
 
 #else
 
-// Straight from device memory.
+// This one reads straight from device memory.
 template <PackedFormat kFormat, int kLines>
 struct PackedReader {
   using Slot = PackedSlot<kFormat, kLines>;

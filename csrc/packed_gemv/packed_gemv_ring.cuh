@@ -47,7 +47,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
   const int tid = threadIdx.x, warp = tid / kWarpSize, lane = tid % kWarpSize, g = lane / 4, q = lane % 4;
   const PackedShare<kLanes> share(plan);
   const int units = share.end - share.begin, rows = units * kHalves;
-  // Of the cluster's units, those whose outputs this block writes.
+  // This block writes the outputs of a part of the cluster's units.
   const bool is_cluster = HF_FASTPATH_HOPPER && kLanes && plan.ranks > 1;
   const int rank = is_cluster ? blockIdx.x % 2 : 0;
   const int own = is_cluster ? (units + 1) / 2 : units, own_first = rank * own;

@@ -7,7 +7,7 @@ namespace hf_fastpath {
 
 RunProduct packed_in_tiles;  // of up to kMaxPackedAmxRows; declines where a sum in float16 is not finite
 
-// Of up to kPackedRows of x: x in steps, and rows that are not finite in float32 by themselves.
+// These take up to kPackedRows of x: in steps, and rows that are not finite in float32 by themselves.
 RunProduct packed_in_steps_vnni, packed_in_steps_avx512, packed_in_steps_avx2;
 
 // x in float32: of weights in fp8, and of any; packed_in_floats takes up to kDequantizedRows.

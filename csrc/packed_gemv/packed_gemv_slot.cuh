@@ -28,8 +28,8 @@ struct PackedSlot {
   static constexpr int kBlocks = kPieceBytes / kBlockBytes;              // of a piece
   static constexpr int kWarpBlocks = kBlocks / kLines;                   // of those, a warp's: 128 bytes
   static constexpr int kScalesPerBlock = Traits<kFormat>::kScaleHalves;  // or halves of scales in float32
-  // Of a row. No copy takes less than 16 bytes, or starts between them (that is an illegal instruction): of
-  // shorter pieces every other one is in the second half.
+  // A row has so many. No copy takes less than 16 bytes, or starts between them (that is an illegal
+  // instruction): of shorter pieces every other one is in the second half.
   static constexpr int kScaleBytes = kScalesPerBlock ? std::max(16, kBlocks * kScalesPerBlock * 2) : 0;
   static constexpr bool kSwizzlesScales = kScaleBytes > 16;
   static constexpr int kZeroBytes = Traits<kFormat>::kHasZeros ? std::max(16, kBlocks) : 0;

@@ -13,7 +13,7 @@ class HeadInputs {
  public:
   HeadRows q, k, v;
 
-  // Of one projection of all heads, [batch, query_len, features].
+  // Takes one projection of all heads, [batch, query_len, features].
   HeadInputs(const Tensor& qkv, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim) {
     kept_[0] = hf_fastpath::contiguous(qkv);
     const int64_t features = qkv.size(2), size = element_size(dtype_of(qkv, "rope_append"));
@@ -24,8 +24,8 @@ class HeadInputs {
     q = from(0), k = from(num_heads), v = from(num_heads + num_kv_heads);
   }
 
-  // Each by itself, [batch, query_len, heads, head_dim]. Copied only if tokens are not evenly spaced, a head
-  // is not contiguous, or heads are not that are normed at once.
+  // Takes each by itself, [batch, query_len, heads, head_dim]. They are copied only if tokens are not evenly
+  // spaced, a head is not contiguous, or heads are not that are normed at once.
   HeadInputs(const Tensor& queries, const Tensor& keys, const Tensor& values, bool norms_all_heads) {
     q = rows(queries, norms_all_heads, kept_[0]);
     k = rows(keys, norms_all_heads, kept_[1]);

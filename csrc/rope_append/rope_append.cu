@@ -62,7 +62,7 @@ __device__ __forceinline__ int64_t head_place(const RopeAppendParams& p, int64_t
   return (int64_t(row) * p.num_kv_heads + kv_head) * capacity + slot;
 }
 
-// Of an entry of the block table that is no page.
+// This is the value of an entry of the block table that is no page.
 constexpr int64_t kNowhere = -1;
 
 __device__ __forceinline__ int64_t head_place(const RopeAppendParams& p, int64_t capacity, int64_t slot,
@@ -154,7 +154,7 @@ struct Unit {
     }
   }
 
-  // To the head's place in a cache or, with `at_once`, in q_out.
+  // Writes to the head's place in a cache or, with `at_once`, in q_out.
   template <class To>
   __device__ __forceinline__ void store(To* head, bool at_once, const float (&a)[kElems],
                                         const float (&b)[kElems]) const {

@@ -90,7 +90,7 @@ void turn_head(const Head<Element>& head, const typename Element::Storage* cos,
   }
 }
 
-// As turn_head, to position `place` of a cache.
+// Does as turn_head does, to position `place` of a cache.
 template <class Element, class Kv>
 HF_INLINE void append_head(const Head<Element>& head, const typename Element::Storage* cos,
                            const typename Element::Storage* sin, int64_t rotary_dim, bool neighbors,
