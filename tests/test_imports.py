@@ -138,6 +138,18 @@ def test_no_folder_of_csrc_includes_itself_by_way_of_others():
     assert cycles(includes_of_folders(circle)) == {("a", "b")}
 
 
+#: folders of csrc that products are made of: each includes those before it alone
+PRODUCTS = ("common", "weights", "rope_append", "gemv", "gemm", "packed_gemv", "packed_gemm", "products")
+
+
+def test_arrows_of_products_go_from_tables_to_kernels_to_weights():
+    csrc = ROOT / "csrc"
+    graph = includes_of_folders({str(path.relative_to(csrc)): path.read_text() for path in csrc.glob("*/*.*")})
+    for place, folder in enumerate(PRODUCTS):
+        assert graph[folder] <= set(PRODUCTS[:place]), folder
+    assert not [folder for folder, others in graph.items() if "products" in others], "ops ask common/routes_*.h"
+
+
 def test_a_cycle_is_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "e"}, "e": {"d"}}
     assert cycles(graph) == {("b", "c"), ("d", "e")}
