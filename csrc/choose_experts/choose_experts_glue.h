@@ -1,4 +1,4 @@
-// What the glue of choose_experts checks on every device. Torch-facing.
+// What the glue of choose_experts checks on every device. This header is torch-facing.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Tile registers of AMX, as inline assembly: compilers' intrinsics take literals for registers and do not say
-// that they read memory. Included by *_avx512.cpp only; internal linkage as in avx2_math.h.
+// that they read memory. Only *_avx512.cpp include this header; linkage is internal, as in avx2_math.h.
 #pragma once
 
 #include <utility>

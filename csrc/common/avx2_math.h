@@ -1,6 +1,6 @@
 // Eight-lane float32 building blocks of the AVX2 kernels: loads and stores that convert, exp and activations.
-// Included by *_avx2.cpp only. Internal linkage throughout: no AVX2 code may leak into a function that the
-// linker could also pick for the portable path.
+// Only *_avx2.cpp include this header. Internal linkage throughout: no AVX2 code may leak into a function
+// that the linker could also pick for the portable path.
 #pragma once
 
 #include <immintrin.h>

@@ -1,5 +1,5 @@
-// Sixteen float32 as avx2_math.h has eight. Included by *_avx512.cpp and *_avx512_vnni.cpp only; internal
-// linkage as there.
+// Sixteen float32 as avx2_math.h has eight. Only *_avx512.cpp and *_avx512_vnni.cpp include this header;
+// linkage is internal, as there.
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,5 @@
-// Ops that other ops consist of where no kernel does all at once, as C++ functions. Torch-facing.
+// Ops that other ops consist of where no kernel does all at once, as C++ functions. This header is
+// torch-facing.
 #pragma once
 
 #include <optional>

@@ -1,4 +1,4 @@
-// Conversion of activations to float32, done once a call for all threads. Free of torch.
+// Conversion of activations to float32, done once a call for all threads. This file is free of torch.
 #pragma once
 
 #include "common/dtype.h"

@@ -1,4 +1,4 @@
-// What the kernels may use of this CPU, by name, and what they are tuned for. Free of torch.
+// What the kernels may use of this CPU, by name, and what they are tuned for. This file is free of torch.
 // cpu_features_cpu.cpp has the names, and says how HF_FASTPATH_CPU chooses among them.
 #pragma once
 

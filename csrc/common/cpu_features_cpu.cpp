@@ -1,5 +1,5 @@
-// The names of features and tunings, what this CPU has of them, and what HF_FASTPATH_CPU leaves. Free of
-// torch.
+// The names of features and tunings, what this CPU has of them, and what HF_FASTPATH_CPU leaves. This file is
+// free of torch.
 //
 // HF_FASTPATH_CPU is a list of words between commas:
 //   name         kernels use no features but those that are named so, and what these need
@@ -238,7 +238,8 @@ const CpuTuning& cpu_tuning() { return *choice().tuning; }
 
 }  // namespace hf_fastpath
 
-// What was decided, as JSON, for hf_fastpath/native/cpu.py; or {"error": ...}. Memory of the calling thread.
+// What was decided, as JSON, for hf_fastpath/native/cpu.py; or {"error": ...}. The text lies in memory of the
+// calling thread.
 extern "C" __attribute__((visibility("default"))) const char* hf_fastpath_cpu() {
   using namespace hf_fastpath;
   thread_local std::string text;

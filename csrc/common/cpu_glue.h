@@ -1,5 +1,5 @@
 // What the CPU glue files share: features of the CPU, threads, scratch memory.
-// Torch-facing; included by *_cpu.cpp only.
+// This header is torch-facing, and *_cpu.cpp alone include it.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Errors of CUDA calls become C++ exceptions, which torch hands to Python. Free of torch.
+// Errors of CUDA calls become C++ exceptions, which torch hands to Python. This file is free of torch.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// What follows the accumulators of a projection, and the output of a norm, eight values at a time. Included
-// by the AVX2 kernels only; internal linkage as in avx2_math.h.
+// What follows the accumulators of a projection, and the output of a norm, eight values at a time. Only the
+// AVX2 kernels include this header; linkage is internal, as in avx2_math.h.
 #pragma once
 
 #include "common/avx2_math.h"

@@ -1,5 +1,5 @@
 // Loads of recurrent steps' inputs in the portable CPU code, in float64: what there is one of in a head or a
-// channel, whose error would add to those of all its elements. Internal linkage as in cpu_math.h.
+// channel, whose error would add to those of all its elements. Linkage is internal, as in cpu_math.h.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
 // What the glue of recurrent steps shares on every device: checked views by head, parameters and states.
-// Torch-facing.
+// This header is torch-facing.
 #pragma once
 
 #include <initializer_list>

@@ -1,5 +1,5 @@
-// What the two ops that touch the KV cache share on the CPU: the checked cache arguments. Torch-facing;
-// included by *_cpu.cpp only.
+// What the two ops that touch the KV cache share on the CPU: the checked cache arguments. This header is
+// torch-facing, and *_cpu.cpp alone include it.
 #pragma once
 
 #include <algorithm>

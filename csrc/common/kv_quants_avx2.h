@@ -1,6 +1,5 @@
 // Quantized keys and values in AVX2: element types as in avx2_math.h, and the quantization of a head.
-// Included by
-// *_avx2.cpp and *_avx512.cpp only; internal linkage throughout.
+// Only *_avx2.cpp and *_avx512.cpp include this header; linkage is internal, throughout.
 #pragma once
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// Checked lists of LoRA adapters' matrices. Torch-facing.
+// Checked lists of LoRA adapters' matrices. This header is torch-facing.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// The block table of an op's arguments, checked. Torch-facing.
+// The block table of an op's arguments, checked. This header is torch-facing.
 #pragma once
 
 #include <optional>

@@ -1,5 +1,5 @@
-// Buffers through which GPUs of one host send each other data, as ops/sum_ranks.py describes them. Free of
-// torch.
+// Buffers through which GPUs of one host send each other data, as ops/sum_ranks.py describes them. This file
+// is free of torch.
 #pragma once
 
 #include <cstdint>

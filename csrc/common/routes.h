@@ -1,5 +1,5 @@
-// What tables of routes are written in, on the CPU and on a GPU: sets of weights and of dtypes. Free of
-// torch.
+// What tables of routes are written in, on the CPU and on a GPU: sets of weights and of dtypes. This file is
+// free of torch.
 #pragma once
 
 #include <cstdint>

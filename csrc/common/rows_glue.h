@@ -1,4 +1,4 @@
-// Views of tensors by rows, on every device. Torch-facing.
+// Views of tensors by rows, on every device. This header is torch-facing.
 #pragma once
 
 #include "common/torch_glue.h"

@@ -1,5 +1,5 @@
 // decode_layers: the ops of a decoder layer one after the other, without the way back to Python; the same on
-// every device. Torch-facing.
+// every device. This header is torch-facing.
 #pragma once
 
 #include "common/composed_ops.h"

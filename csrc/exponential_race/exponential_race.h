@@ -1,4 +1,4 @@
-// The arguments of exponential_race. Free of torch.
+// The arguments of exponential_race. This file is free of torch.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Checked arguments of exponential_race, for any device. Torch-facing.
+// Checked arguments of exponential_race, for any device. This header is torch-facing.
 #pragma once
 
 #include "common/torch_glue.h"

@@ -1,4 +1,4 @@
-// What fused_experts and routed_experts check and allocate alike on a GPU. Torch-facing.
+// What fused_experts and routed_experts check and allocate alike on a GPU. This header is torch-facing.
 #pragma once
 
 #include <climits>

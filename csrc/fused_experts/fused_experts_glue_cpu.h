@@ -1,4 +1,5 @@
-// What the two variants of fused_experts share on the CPU. Torch-facing; included by *_cpu.cpp only.
+// What the two variants of fused_experts share on the CPU. This header is torch-facing, and *_cpu.cpp alone
+// include it.
 #pragma once
 
 #include <vector>

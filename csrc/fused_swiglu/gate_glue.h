@@ -1,4 +1,4 @@
-// The choice of a gate, on every device. Torch-facing.
+// The choice of a gate, on every device. This header is torch-facing.
 #pragma once
 
 #include "common/torch_glue.h"

@@ -1,4 +1,4 @@
-// What the glue of gated_rms_norm does on every device. Torch-facing.
+// What the glue of gated_rms_norm does on every device. This header is torch-facing.
 #pragma once
 
 #include "common/rows_glue.h"

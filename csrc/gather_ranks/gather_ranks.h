@@ -1,4 +1,4 @@
-// The arguments of gather_ranks. Free of torch.
+// The arguments of gather_ranks. This file is free of torch.
 #pragma once
 
 #include <cuda_runtime.h>

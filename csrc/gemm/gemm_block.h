@@ -1,5 +1,5 @@
-// The blocked product that gemm_avx2.cpp and gemm_avx512.cpp instantiate, each with its own vectors. Included
-// by these only; internal linkage as in avx2_math.h.
+// The blocked product that gemm_avx2.cpp and gemm_avx512.cpp instantiate, each with its own vectors. Only
+// these include this header; linkage is internal, as in avx2_math.h.
 #pragma once
 
 #include <utility>

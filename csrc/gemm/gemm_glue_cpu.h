@@ -1,4 +1,5 @@
-// What the routes of gemm and packed_gemm share on the CPU. Torch-facing; included by *_cpu.cpp only.
+// What the routes of gemm and packed_gemm share on the CPU. This header is torch-facing, and *_cpu.cpp alone
+// include it.
 #pragma once
 
 #include "common/cpu_glue.h"

@@ -1,5 +1,5 @@
-// The innermost product of gemv_linear.h and packed_floats_avx2.cpp. Included by these only; internal linkage
-// as in avx2_math.h.
+// The innermost product of gemv_linear.h and packed_floats_avx2.cpp. Only these include this header; linkage
+// is internal, as in avx2_math.h.
 #pragma once
 
 #include "common/avx2_math.h"

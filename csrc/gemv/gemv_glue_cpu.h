@@ -1,5 +1,5 @@
 // What the glue of gemv, gemv_swiglu and qkv_rope_append shares on the CPU: checked arguments and converted
-// activations. Torch-facing; included by *_cpu.cpp only.
+// activations. This header is torch-facing, and *_cpu.cpp alone include it.
 #pragma once
 
 #include "common/convert_cpu.h"

@@ -1,5 +1,5 @@
 // The product in nn.Linear's layout that gemv_avx2.cpp, gemv_avx512.cpp and gemv_avx512_bf16.cpp instantiate,
-// each with its own vectors. Included by these only; internal linkage as in avx2_math.h.
+// each with its own vectors. Only these include this header; linkage is internal, as in avx2_math.h.
 #pragma once
 
 #include <type_traits>

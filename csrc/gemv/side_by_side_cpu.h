@@ -1,5 +1,5 @@
-// Products of the same rows with several weights, their features side by side. Torch-facing; included by
-// *_cpu.cpp only.
+// Products of the same rows with several weights, their features side by side. This header is torch-facing,
+// and *_cpu.cpp alone include it.
 #pragma once
 
 #include "gemv/gemv_glue_cpu.h"

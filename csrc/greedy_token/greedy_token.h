@@ -1,4 +1,4 @@
-// The arguments of greedy_token and what its CPU and CUDA kernels share. Free of torch.
+// The arguments of greedy_token and what its CPU and CUDA kernels share. This file is free of torch.
 #pragma once
 
 #include <cstdint>

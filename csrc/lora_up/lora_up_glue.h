@@ -1,4 +1,4 @@
-// What the glue of lora_up does on every device. Torch-facing.
+// What the glue of lora_up does on every device. This header is torch-facing.
 #pragma once
 
 #include "common/lora_glue.h"

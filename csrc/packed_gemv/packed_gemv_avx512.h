@@ -1,4 +1,5 @@
-// Vectors of the AVX-512 kernels. Included by packed_gemv_avx512.cpp and packed_gemv_avx512_vnni.cpp only.
+// Vectors of the AVX-512 kernels. Only packed_gemv_avx512.cpp and packed_gemv_avx512_vnni.cpp include this
+// header.
 #pragma once
 
 #include "common/avx512_math.h"

@@ -1,5 +1,5 @@
 // The products that packed_gemv_avx2.cpp, packed_gemv_avx512.cpp and packed_gemv_avx512_vnni.cpp instantiate,
-// each with its own vectors. Included by these only; internal linkage as in avx2_math.h.
+// each with its own vectors. Only these include this header; linkage is internal, as in avx2_math.h.
 //
 // An Isa has
 //   kAccumulators                               accumulators that stay in registers

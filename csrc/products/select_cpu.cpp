@@ -250,7 +250,7 @@ std::string json_of(const Route& route) {
 }  // namespace
 }  // namespace hf_fastpath
 
-// The table as JSON. Memory of the calling thread.
+// The table as JSON. The text lies in memory of the calling thread.
 HF_FASTPATH_EXPORTED const char* hf_fastpath_routes() {
   using namespace hf_fastpath;
   thread_local std::string text;

@@ -4,7 +4,7 @@
 // Traffic: 18 bytes for 32 weights, each once. Apart, a warp reads 512 neighboring bytes of quants at a time,
 //   16 a lane, and 64 of scales; interleaved, 576 in nine two-byte loads a lane, 18 bytes apart: blocks of 18
 //   bytes are aligned to two. x comes from L1.
-// Roofline: read bandwidth. Not measured yet.
+// Roofline: read bandwidth. Nothing was measured yet.
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"

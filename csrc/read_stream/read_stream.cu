@@ -5,7 +5,7 @@
 //   to shared memory full, 256 threads read what arrived. Elements outside the whole 16-byte chunks go to
 //   block 0.
 // Traffic: count * sizeof(T), each byte read once; one 4-byte atomic a block.
-// Roofline: it is the measure of the read bandwidth. Not measured yet.
+// Roofline: it is the measure of the read bandwidth. Nothing was measured yet.
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-// Queries, keys and values that rope_append is given, on every device. Torch-facing.
+// Queries, keys and values that rope_append is given, on every device. This header is torch-facing.
 #pragma once
 
 #include <optional>

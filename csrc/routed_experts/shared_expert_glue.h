@@ -1,5 +1,5 @@
 // A shared expert beside those that a router chooses: what is checked of it on every device, and its
-// products where the experts' kernels do not take it. Torch-facing.
+// products where the experts' kernels do not take it. This header is torch-facing.
 #pragma once
 
 #include "common/composed_ops.h"

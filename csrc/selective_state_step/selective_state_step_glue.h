@@ -1,4 +1,4 @@
-// What the glue of selective_state_step does on every device. Torch-facing.
+// What the glue of selective_state_step does on every device. This header is torch-facing.
 #pragma once
 
 #include "common/heads_glue.h"

@@ -1,4 +1,4 @@
-// The arguments of step_inputs. Free of torch.
+// The arguments of step_inputs. This file is free of torch.
 #pragma once
 
 #include <cstdint>

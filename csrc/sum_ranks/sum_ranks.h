@@ -1,4 +1,4 @@
-// The arguments of sum_ranks. Free of torch.
+// The arguments of sum_ranks. This file is free of torch.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// Weights of 4 or 8 bits as float16 or bfloat16, 32 of a stretch at a time. Included by *_avx512_bf16.cpp
-// only; internal linkage as in avx2_math.h.
+// Weights of 4 or 8 bits as float16 or bfloat16, 32 of a stretch at a time. Only *_avx512_bf16.cpp include
+// this header; linkage is internal, as in avx2_math.h.
 #pragma once
 
 #include "common/avx512_math.h"

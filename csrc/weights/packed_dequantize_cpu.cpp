@@ -1,4 +1,4 @@
-// Rows of a quantized weight as floats, for any CPU. Free of torch.
+// Rows of a quantized weight as floats, for any CPU. This file is free of torch.
 #include "weights/packed_values_cpu.h"
 
 namespace hf_fastpath {

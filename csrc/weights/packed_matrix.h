@@ -1,4 +1,4 @@
-// A quantized weight as the kernels on a GPU take it. Free of torch.
+// A quantized weight as the kernels on a GPU take it. This file is free of torch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 
 namespace hf_fastpath {
 
-// A quantized matrix but for its quants. Gated: the rows of gate, then those of up.
+// A quantized matrix but for its quants. A gated one has the rows of gate, then those of up.
 struct PackedMatrix {
   PackedFormat format;
   const uint16_t* scales;  // float16 [rows, groups], or float32 [rows, groups / 2]

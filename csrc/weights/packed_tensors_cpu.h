@@ -1,4 +1,5 @@
-// A quantized weight as an op on the CPU takes it. Torch-facing; included by *_cpu.cpp only.
+// A quantized weight as an op on the CPU takes it. This header is torch-facing, and *_cpu.cpp alone include
+// it.
 #pragma once
 
 #include "common/cpu_glue.h"

@@ -1,5 +1,5 @@
 // Values of quants and of scales, one by one and of any format: for the kernels that read every format, on
-// the CPU and on a GPU. A further kind of quants or of scales has its case here. Internal linkage as in
+// the CPU and on a GPU. A further kind of quants or of scales has its case here. Linkage is internal, as in
 // cpu_math.h.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Scales of quantized weights, and values of formats whose quants are places in a table, for kernels with
-// AVX2 and more. Internal linkage as in avx2_math.h.
+// AVX2 and more. Linkage is internal, as in avx2_math.h.
 #pragma once
 
 #include "common/avx2_math.h"
