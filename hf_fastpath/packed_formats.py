@@ -46,7 +46,7 @@ _GROUPS = (0, BLOCK // STRETCHES, 2 * BLOCK // STRETCHES, BLOCK)
 class QuantValues(enum.Enum):
     """What quants are: ``quant_value()`` of ``csrc/weights/packed_values.h`` has the same, ``_KINDS`` for Python."""
 
-    #: of 8 bits signed, of 4 bits from 0 to 15
+    #: of 8 bits signed; from 0 up if they are of 4 bits, or groups have zero points of their own
     INTEGERS = "integers"
     #: float8_e4m3fn
     FLOATS = "floats"
@@ -130,7 +130,8 @@ class Format:
             f"the table has {len(self.table)} values, expected {16 * is_table}": len(self.table) == 16 * is_table,
             "a table is of four bits": is_nibble or not is_table,
             "float8_e4m3fn is of eight bits": not is_nibble or not self.is_float,
-            "zero points are of integers of four bits": self.zeros is ZeroPoints.NONE or (is_nibble and not is_table),
+            "zero points are of integers": self.zeros is ZeroPoints.NONE or self.values is QuantValues.INTEGERS,
+            "a zero of all groups is of four bits": is_nibble or self.zeros is not ZeroPoints.FIXED,
             "values of a table are float32, one of them 0": not is_table or _is_table(self.table, math.inf),
             f"zero is {self.zero} and not fixed": self.zero == 0 or self.zeros is ZeroPoints.FIXED,
             f"direction is {self.direction}, expected inputs": self.direction == "inputs",
@@ -151,6 +152,9 @@ class Format:
             "a table is of four bits, without zeros": not is_table or (self.bits, self.zeros) == (4, ZeroPoints.NONE),
             "values of a table are float32 from -1 to 1, one of them 0": not is_table or _is_table(self.table),
             f"zero is {self.zero} and not fixed": self.zero == 0 or self.zeros is ZeroPoints.FIXED,
+            "bytes with zeros of groups have groups of 32 weights": self.bits == 4
+            or not self.has_zeros
+            or self.group == 32,
             f"direction is {self.direction}, expected inputs": self.direction == "inputs",
             f"scale_dtype is {self.scale_dtype}, expected {scale}": self.scale_dtype == scale,
             f"order is {self.order}, expected stretches": self.order == "stretches",
@@ -218,8 +222,8 @@ def _is_table(values: tuple[float, ...], most: float = 1.0) -> bool:
 
 
 def _integers(format: Format) -> tuple[float, ...]:
-    if format.bits == 4:
-        return tuple(float(quant - format.zero) for quant in range(16))
+    if format.bits == 4 or format.has_zeros:
+        return tuple(float(quant - format.zero) for quant in range(1 << format.bits))
     return tuple(float((quant ^ 128) - 128) for quant in range(256))
 
 
@@ -265,5 +269,7 @@ FORMATS = {
         # of all steps, values are nearest to whole ones and to float16: docs/lab/packed_gemv_cpu.md
         Format("nf4", 4, 64, -1, 1, QuantValues.TABLE, scale_dtype="float32", table=NF4, steps=6872),
         Format("fp4", 4, 64, -1, 1, QuantValues.TABLE, scale_dtype="float32", table=FP4, steps=192 * 32),
+        Format("int4_g32_zeros", 4, 32, 0, 15, zeros=ZeroPoints.OF_GROUP),
+        Format("int8_g32_zeros", 8, 32, 0, 255, zeros=ZeroPoints.OF_GROUP),
     )
 }

@@ -52,7 +52,7 @@ def test_update_writes_what_differs_and_removes_what_is_no_more(tmp_path, monkey
     generated.update(tmp_path)
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*")}
     assert left == {*generated.files(), "packed_gemv/packed_gemv_launch.cuh"}
-    assert "kInt4G32" not in (tmp_path / HEADER).read_text() and others.read_text() == "// of a person\n"
+    assert "kInt4G32 " not in (tmp_path / HEADER).read_text() and others.read_text() == "// of a person\n"
     unchanged = tmp_path / "packed_gemm" / "packed_gemm_fp8.cu"
     assert unchanged.stat().st_mtime_ns == times[unchanged]
 
@@ -90,9 +90,9 @@ def test_no_file_asks_for_the_name_of_a_format():
         ({"order": "rows"}, "order is rows"),
         ({"group": 96, "has_kernels": False}, "group is 96, expected 0 or 32 or 64 or 128 weights"),
         ({"scale_dtype": "e8m0", "has_kernels": False}, "scale_dtype is e8m0, expected float16 or float32"),
-        ({"bits": 8, "has_kernels": False}, "zero points are of integers of four bits"),
         ({"values": QuantValues.FLOATS, "has_kernels": False}, "float8_e4m3fn is of eight bits"),
         ({"values": QuantValues.TABLE, "has_kernels": False}, "the table has 0 values, expected 16"),
+        ({"bits": 8, "highest": 255}, "bytes with zeros of groups have groups of 32"),
     ),
 )
 def test_a_format_without_kernels_is_refused(changes, text):
@@ -196,9 +196,9 @@ def test_traits_are_those_of_the_formats(tmp_path):
     ("format", "said"),
     (
         (Format("fp4", 4, 32, -6, 6, values=QuantValues.FLOATS), "floats are e4m3"),
-        (Format("uint8", 8, 128, 0, 255, zeros=ZeroPoints.OF_GROUP), "bytes are signed"),
-        (Format("int4_g128", 4, 128, -8, 7, zeros=ZeroPoints.FIXED, zero=8), "groups of 128 have zeros"),
-        (Format("int8_g32", 8, 32, -127, 127), "groups of 32 are of 4 bits"),
+        (Format("uint8", 8, 32, -128, 127, zeros=ZeroPoints.FIXED, zero=128), "bytes are signed"),
+        (Format("int4_g128", 4, 128, -8, 7, zeros=ZeroPoints.FIXED, zero=8), "groups of 128 of 4 bits have zeros"),
+        (Format("int4_g32_none", 4, 32, 0, 15), "groups of 32 of 4 bits have zeros"),
     ),
     ids=lambda value: getattr(value, "name", None),
 )

@@ -18,6 +18,7 @@ ROWS = 2048
 DTYPES = ("float32", "float16", "bfloat16")
 PRODUCTS = ("linear_of_floats", "linear", "gemm", "packed_gemv", "packed_gemm")
 WEIGHTS = ("plain", "transposed", *FORMATS)
+BYTES = [name for name, format in FORMATS.items() if format.bits == 8]
 #: product -> weights that it is asked of
 ASKED = {
     **dict.fromkeys(("linear_of_floats", "linear"), ("plain",)),
@@ -179,7 +180,7 @@ class Before:
             return False
         if dtype == "float32" and weight != "fp8":
             return True
-        return not self.avx512 and weight in ("int8", "fp8") and rows > (2 if weight == "fp8" else 4)
+        return not self.avx512 and weight in BYTES and rows > (2 if weight == "fp8" else 4)
 
     def faster_in_tiles(self, weight: str, dtype: str, rows: int) -> bool:
         if not self.amx_products(dtype):
@@ -208,12 +209,12 @@ class Before:
         if dtype != "float32" and self.amx:
             return 16
         if not self.avx512:
-            return 96 if dtype != "float32" else 48 if weight in ("int8", "fp8") else 32
+            return 96 if dtype != "float32" else 48 if weight in BYTES else 32
         if weight == "fp8":
             return 48
         if dtype == "float32":
             return 16
-        return 256 if weight == "int8" else 96
+        return 256 if weight in BYTES else 96
 
     def packed_gemm(self, weight: str, dtype: str, rows: int) -> Iterator[str]:
         tiled = 16 < rows <= 64 and self.amx_products(dtype)

@@ -30,7 +30,8 @@ template <PackedFormat kFormat>
 __device__ __forceinline__ float quant_of(const uint32_t (&words)[2], int i, int zero) {
   if (Traits<kFormat>::kBits == 4) return static_cast<float>(static_cast<int>(words[0] >> 4 * i & 15) - zero);
   const uint32_t byte = words[i / 4] >> i % 4 * 8 & 255;
-  if (!Traits<kFormat>::kIsFloat) return static_cast<float>(static_cast<int8_t>(byte));
+  if (Traits<kFormat>::kIsSigned) return static_cast<float>(static_cast<int8_t>(byte));
+  if (!Traits<kFormat>::kIsFloat) return static_cast<float>(static_cast<int>(byte) - zero);
   // sign, exponent and mantissa as float32 has them, whose exponent's bias is 120 more
   return __uint_as_float((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
 }

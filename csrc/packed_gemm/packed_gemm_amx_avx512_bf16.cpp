@@ -62,7 +62,7 @@ struct Registers {
     const auto* from = reinterpret_cast<const char*>(weight.scales + first) + b * kBytes;
     for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) prefetch(from + line);
     if constexpr (Traits<kFormat>::kHasZeros) {
-      prefetch(weight.zeros + first + b * kRows);
+      prefetch(weight.zeros + first + b * kRows * Traits<kFormat>::kZerosPerBlock);
     }
   }
 

@@ -138,7 +138,7 @@ struct GemmConsumer {
               uint32_t of_stretch[Piece::kLoads], pair[4];
               words.of_stretch(h, stretch, of_stretch);
               dequantize_stretch(quants, of_stretch, Piece::kScales ? scales[h].scale(b, stretch) : 0,
-                                 scales[h].zero(b), pair);
+                                 scales[h].zero(b, stretch), pair);
               a[i * 2][h] = pair[0], a[i * 2][2 + h] = pair[1];
               a[i * 2 + 1][h] = pair[2], a[i * 2 + 1][2 + h] = pair[3];
             }

@@ -26,7 +26,8 @@ template <PackedFormat kFormat>
 struct PieceScales {
   using Piece = PackedPiece<kFormat>;
   uint32_t scales[Piece::kBlocks][2];
-  uint32_t zeros[Piece::kBlocks];
+  static constexpr int kZeros = Traits<kFormat>::kZerosPerBlock;
+  uint32_t zeros[Piece::kBlocks];  // one, or four bytes
 
   // `row`: its first group's place. A piece behind the row's last block gets that block's.
   __device__ __forceinline__ void load(const PackedMatrix& matrix, int row, int piece) {
@@ -40,7 +41,11 @@ struct PieceScales {
       } else {
         scales[b][0] = __ldg(from);
       }
-      if constexpr (Traits<kFormat>::kHasZeros) zeros[b] = __ldg(matrix.zeros + row + block);
+      if constexpr (kZeros == 4) {
+        zeros[b] = __ldg(reinterpret_cast<const uint32_t*>(matrix.zeros + row + block * kZeros));
+      } else if constexpr (kZeros == 1) {
+        zeros[b] = __ldg(matrix.zeros + row + block);
+      }
     }
   }
   // Returns a stretch's scale, as bits of a float16 twice or of a float32.
@@ -50,7 +55,8 @@ struct PieceScales {
       return __byte_perm(scales[block][stretch / 2], 0, stretch % 2 ? 0x3232 : 0x1010);
     return __byte_perm(scales[block][0], 0, 0x1010);
   }
-  __device__ __forceinline__ int zero(int block) const {
+  __device__ __forceinline__ int zero(int block, int stretch) const {
+    if constexpr (kZeros == 4) return static_cast<int>(__byte_perm(zeros[block], 0, 0x4440 + stretch));
     return Traits<kFormat>::kHasZeros ? static_cast<int>(zeros[block]) : Traits<kFormat>::kZero;
   }
 };
@@ -163,7 +169,7 @@ struct LaneQuants<T, kFormat, std::enable_if_t<bits_of(kFormat) == 4>> {
 };
 
 // A lane's pairs of a stretch, of one row: pair[2 step + half] is for k 8 half + 2 q of the step's 16.
-// `zero`: of quants of four bits.
+// `zero`: of quants that are not signed.
 template <class T, PackedFormat kFormat>
 __device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kFormat>& lane,
                                                    const uint32_t (&loaded)[PackedPiece<kFormat>::kLoads],
@@ -194,11 +200,17 @@ __device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kFormat>&
   } else {
     const StretchScale<T> scaled(scale_bits);
     if constexpr (Traits<kFormat>::kBits == 8) {
+      constexpr bool kSigned = Traits<kFormat>::kIsSigned;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (kHalf) {  // 1024 and more, whose last bits are units
-          const uint32_t bits = __byte_perm(words[i] ^ 0x80808080u, 0x64, lane.which);
-          pair[i] = scaled(__hsub2(pair_of<T>(bits), Pair<T>::all(1024.f + 128.f)));
+          const uint32_t bits = __byte_perm(kSigned ? words[i] ^ 0x80808080u : words[i], 0x64, lane.which);
+          pair[i] = scaled(__hsub2(pair_of<T>(bits), Pair<T>::all(1024.f + (kSigned ? 128 : zero))));
+        } else if constexpr (!kSigned) {  // less its zero each has eight bits, and before that as many: in
+                                          // float16
+          const uint32_t bits = __byte_perm(words[i], 0x64, lane.which);
+          const __half2 steps = __hsub2(pair_of<__half>(bits), Pair<__half>::all(1024.f + zero));
+          pair[i] = scaled(__floats2bfloat162_rn(__low2float(steps), __high2float(steps)));
         } else {  // 128 and more; a negative quant's low seven bits are 128 too much
           const uint32_t bits = __byte_perm(words[i], 0, lane.which);
           pair[i] = scaled(__hsub2(pair_of<T>(masked_or<0x007f007fu, 0x43004300u>(bits)),

@@ -20,10 +20,30 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
   const uint8_t* quants = row.quants + b * kBytes;
   if constexpr (Traits<kFormat>::kBits == 8 && !Traits<kFormat>::kIsFloat) {
-    const __m256 scale = _mm256_set1_ps(half_to_float(Row::scales_of<kFormat>(row)[b]));
+    // Eight quants are of stretches 0 and 1, and the next of 2 and 3.
+    __m256 scale[2];
+    __m256i zero[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const auto of = [&](int s) {
+        const int64_t group = group_of(kFormat, b, 2 * half + s);
+        return _mm_set1_ps(half_to_float(Row::scales_of<kFormat>(row)[group]));
+      };
+      scale[half] = _mm256_set_m128(of(1), of(0));
+      if constexpr (Traits<kFormat>::kHasZeros) {
+        const uint8_t* of_half = row.zeros + b * kStretches + 2 * half;
+        zero[half] = _mm256_set_m128i(_mm_set1_epi32(of_half[1]), _mm_set1_epi32(of_half[0]));
+      }
+    }
     for (int64_t i = 0; i < kPackedBlock; i += 8) {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(quants + i));
-      _mm256_store_ps(to + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), scale));
+      __m256i steps;
+      if constexpr (Traits<kFormat>::kIsSigned) {
+        steps = _mm256_cvtepi8_epi32(bytes);
+      } else {
+        steps = _mm256_sub_epi32(_mm256_cvtepu8_epi32(bytes), zero[i / 8 % 2]);
+      }
+      _mm256_store_ps(to + i, _mm256_mul_ps(_mm256_cvtepi32_ps(steps), scale[i / 8 % 2]));
     }
   } else if constexpr (Traits<kFormat>::kIsFloat) {
     for (int64_t i = 0; i < kPackedBlock; i += 16) {
@@ -35,8 +55,6 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
     }
   } else {
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-    const __m256i zero =
-        _mm256_set1_epi32(Traits<kFormat>::kHasZeros ? row.zeros[b] : Traits<kFormat>::kZero);
     const auto* scales = Row::scales_of<kFormat>(row);
     for (int64_t word = 0; word < kPackedBlock / 8; ++word) {
       const int64_t group = group_of(kFormat, b, word % kStretches);
@@ -46,6 +64,8 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
       if constexpr (Traits<kFormat>::kHasTable) {
         steps = looked_up<kFormat>(eight);
       } else {
+        const __m256i zero =
+            _mm256_set1_epi32(Traits<kFormat>::kHasZeros ? row.zeros[group] : Traits<kFormat>::kZero);
         steps = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(eight, _mm256_set1_epi32(15)), zero));
       }
       _mm256_store_ps(to + word * 8, _mm256_mul_ps(steps, _mm256_set1_ps(scale_to_float(scales[group]))));

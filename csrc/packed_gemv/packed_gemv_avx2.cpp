@@ -37,6 +37,11 @@ struct Avx2 {
   }
   HF_INLINE __m256 half(Floats value) { return _mm256_add_ps(value.low, value.high); }
   HF_INLINE Floats halves(const uint16_t* from) { return {F16::load(from), F16::load(from + 8)}; }
+  HF_INLINE Floats bytes(const uint8_t* from) {
+    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(all)),
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8)))};
+  }
   // Sign, exponent and mantissa as float16 has them, whose exponent's bias is 8 more. By way of memory: from
   // there a conversion takes no turn on the port that shuffles.
   HF_INLINE void dequantize_fp8(const uint8_t* from, Floats (&to)[2]) {
@@ -81,6 +86,17 @@ struct Avx2 {
         made.piece[half] = _mm256_and_si256(q, low);
         made.piece[half + 2] = _mm256_and_si256(_mm256_srli_epi16(q, 4), low);
       }
+    }
+    return made;
+  }
+
+  HF_INLINE Pieces<8> pieces_of_bytes(const uint8_t* quants, const uint8_t* zeros) {
+    const __m256i less = zeros_of_stretches(zeros);
+    Pieces<8> made;
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      const auto* from = reinterpret_cast<const __m128i*>(quants + 16 * i);
+      made.piece[i] = _mm256_sub_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(from)), less);
     }
     return made;
   }
@@ -292,7 +308,8 @@ bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, floa
     if (lanes == kStretches) {
       const __m128i whole = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
       _mm_store_ps(sizes + b * lanes, by_stretch);
-      _mm_store_ps(offsets + b * lanes, _mm_cvtepi32_ps(_mm_mullo_epi32(whole, _mm_set1_epi32(-8))));
+      const int added = has_zeros(args.weight.format) ? 1 : traits_of(args.weight.format).zero;
+      _mm_store_ps(offsets + b * lanes, _mm_cvtepi32_ps(_mm_mullo_epi32(whole, _mm_set1_epi32(-added))));
     } else {
       const __m256i order =
           in_bytes ? _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3) : _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3);

@@ -15,6 +15,10 @@ struct Avx512 : Floats16 {
   HF_INLINE Floats halves(const uint16_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
+  HF_INLINE Floats bytes(const uint8_t* from) {
+    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(all));
+  }
   HF_INLINE Floats pair(const float* from) {
     return _mm512_mask_broadcastss_ps(_mm512_set1_ps(from[0]), 0xff00, _mm_load_ss(from + 1));
   }
@@ -54,6 +58,16 @@ struct Avx512 : Floats16 {
       return {{_mm512_and_si512(q, low), _mm512_and_si512(_mm512_srli_epi16(q, 4), low),
                _mm512_and_si512(_mm512_srli_epi16(q, 8), low), _mm512_srli_epi16(q, 12)}};
     }
+  }
+
+  HF_INLINE Pieces pieces_of_bytes(const uint8_t* quants, const uint8_t* zeros) {
+    const __m512i less = _mm512_broadcast_i64x4(zeros_of_stretches(zeros));
+    const auto* from = reinterpret_cast<const __m256i*>(quants);
+    Pieces made;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      made.piece[i] = _mm512_sub_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256(from + i)), less);
+    return made;
   }
 
   using Total = __m512i;

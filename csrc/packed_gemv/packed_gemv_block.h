@@ -6,9 +6,10 @@
 //   Floats, load, zero, mul, fma, add, half     16 values; half folds them to eight lanes
 //   dequantize_fp8(32 bytes, to)                as two Floats
 //   pair(from)                                  from[0] eight times, then from[1]
-//   halves(from)                                16 float16
+//   halves(from), bytes(from)                   16 float16, or bytes from 0 up
 //   twice(from)                                 eight float32, each twice
 //   Pieces<bits>, pieces_of<bits>(block)        a block's quants, spread
+//   pieces_of_bytes(block, zeros)               those of bytes from 0 up, less the zeros of their stretches
 //   looked_up<format>(block)                    or their values in whole steps of a table
 //   Total, none, dot(pieces, steps)             32-bit sums of a block
 //   floats(two totals)                          the sums of two blocks, eight lanes each
@@ -98,26 +99,43 @@ HF_INLINE void fill(const Row& row, int64_t b, int64_t count, Factors& to) {
 template <class Isa, PackedFormat kFormat>
 HF_INLINE typename Isa::Floats stretch_scales(const Row& row, int64_t b, int blocks) {
   using Scale = typename Traits<kFormat>::Scale;
-  constexpr int kOfBlock = Traits<kFormat>::kScalesPerBlock;
+  constexpr int kOfBlock = Traits<kFormat>::kScalesPerBlock, kUnit = 16 / lanes_of(kFormat);
   const auto by_lane = [](const Scale* scales) {
-    if constexpr (Traits<kFormat>::kEachStretch) {
-      return Isa::halves(scales);
-    } else {
+    if constexpr (!Traits<kFormat>::kEachStretch) {
       return Isa::twice(scales);
+    } else if constexpr (kUnit == 4) {
+      return Isa::halves(scales);
+    } else {  // two lanes a stretch
+      alignas(32) float wide[8];
+      _mm256_store_ps(wide, F16::load(scales));
+      return Isa::twice(wide);
     }
   };
   const Scale* from = Row::scales_of<kFormat>(row) + b * kOfBlock;
-  if (blocks == 4) return by_lane(from);
-  alignas(32) Scale some[4 * kOfBlock] = {};  // memory may end behind them
+  if (blocks == kUnit) return by_lane(from);
+  alignas(32) Scale some[kUnit * kOfBlock] = {};  // memory may end behind them
   for (int i = 0; i < blocks * kOfBlock; ++i) some[i] = from[i];
   return by_lane(some);
 }
 
+// Zeros of the stretches of `blocks` blocks of four bits from b on.
+template <class Isa, PackedFormat kFormat>
+HF_INLINE typename Isa::Floats stretch_zeros(const Row& row, int64_t b, int blocks) {
+  const uint8_t* from = row.zeros + b * kStretches;
+  if (blocks == 4) return Isa::bytes(from);
+  alignas(16) uint8_t some[4 * kStretches] = {};
+  for (int i = 0; i < blocks * int(kStretches); ++i) some[i] = from[i];
+  return Isa::bytes(some);
+}
+
 // A block's quants as integers that meet steps of x.
 template <class Isa, PackedFormat kFormat>
-HF_INLINE auto pieces_of(const uint8_t* quants) {
+HF_INLINE auto pieces_of(const Row& row, int64_t b) {
+  const uint8_t* const quants = row.quants + b * (kPackedBlock * bits_of(kFormat) / 8);
   if constexpr (Traits<kFormat>::kHasTable) {
     return Isa::template looked_up<kFormat>(quants);
+  } else if constexpr (Traits<kFormat>::kHasZeros && bits_of(kFormat) == 8) {
+    return Isa::pieces_of_bytes(quants, row.zeros + b * kStretches);
   } else {
     return Isa::template pieces_of<bits_of(kFormat)>(quants);
   }
@@ -129,7 +147,8 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
   using Floats = typename Isa::Floats;
   using Total = typename Isa::Total;
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8, kLanes = lanes_of(kFormat);
-  constexpr bool kHasFactors = kLanes == 8, kHasTable = Traits<kFormat>::kHasTable;
+  constexpr bool kEachStretch = Traits<kFormat>::kEachStretch, kHasTable = Traits<kFormat>::kHasTable;
+  constexpr bool kHasFactors = kLanes == 8 && !kEachStretch;
   constexpr int kOfBlock = Traits<kFormat>::kScalesPerBlock;
   constexpr int kUnit = 16 / kLanes;  // blocks whose sums are one Floats
   Floats sum[kS][kM];
@@ -154,7 +173,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
 #pragma GCC unroll 4
       for (int i = 0; i < kUnit; ++i) {
         if (i < kBlocks) {
-          const auto pieces = pieces_of<Isa, kFormat>(quants + i * kBytes);
+          const auto pieces = pieces_of<Isa, kFormat>(row[r], b + i);
 #pragma GCC unroll 4
           for (int m = 0; m < kM; ++m) {
             total[i][m] = Isa::dot(pieces, all_steps + (m * stride + b + i) * kStepBytes);
@@ -167,6 +186,9 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       Floats scales;
       if constexpr (kHasFactors) scales = Isa::pair(factors[r].scale + factor);
       if constexpr (!kHasFactors) scales = stretch_scales<Isa, kFormat>(row[r], b, kBlocks);
+      Floats zeros;
+      if constexpr (kUnit == 4 && Traits<kFormat>::kHasZeros)
+        zeros = stretch_zeros<Isa, kFormat>(row[r], b, kBlocks);
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) {
         const int64_t at = (m * stride + b) * kLanes;
@@ -174,13 +196,16 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
         Floats value;
         if constexpr (kHasTable) {
           value = Isa::wide_floats(total[0][m], total[1][m], total[2][m], total[3][m]);
+        } else if constexpr (kUnit == 4 && Traits<kFormat>::kHasZeros) {
+          value = Isa::fma(zeros, Isa::load(all_offsets + at),
+                           Isa::floats(total[0][m], total[1][m], total[2][m], total[3][m]));
         } else if constexpr (kUnit == 4) {
           value = Isa::add(Isa::floats(total[0][m], total[1][m], total[2][m], total[3][m]),
                            Isa::load(all_offsets + at));
         } else {
           value = Isa::floats(total[0][m], total[1][m]);
         }
-        if constexpr (Traits<kFormat>::kHasZeros) {
+        if constexpr (kHasFactors && Traits<kFormat>::kHasZeros) {
           value = Isa::fma(Isa::pair(factors[r].zero + factor), Isa::load(all_offsets + at), value);
         }
         sum[r][m] = Isa::fma(value, Isa::mul(scales, Isa::load(all_sizes + at)), sum[r][m]);
@@ -198,8 +223,9 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
         _mm_prefetch(scales + line + kScalesAheadBytes, _MM_HINT_T0);
       }
       if constexpr (Traits<kFormat>::kHasZeros) {
-        _mm_prefetch(reinterpret_cast<const char*>(row[r].zeros + begin + kScalesAheadBytes / 2),
-                     _MM_HINT_T0);
+        constexpr int kZeros = Traits<kFormat>::kZerosPerBlock;
+        const auto* zeros = reinterpret_cast<const char*>(row[r].zeros + begin * kZeros);
+        _mm_prefetch(zeros + kScalesAheadBytes / 2 * kZeros, _MM_HINT_T0);
       }
       if constexpr (kHasFactors)
         fill<kFormat>(row[r], base, min_of(args.weight.blocks, kFactors), factors[r]);

@@ -15,8 +15,9 @@ template <class T, PackedFormat kFormat>
 struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
   using Base = RowX<T, kFormat, ByteX<T, kFormat>>;
   using Base::Base, Base::kSpanBytes, Base::kTogether, Base::operands, Base::steps;
-  static constexpr bool kNibbles = kBits<kFormat> == 4;  // two blocks at a time, else one
-  static constexpr int kPart = 256;                      // high bytes are worth
+  static constexpr bool kNibbles = kBits<kFormat> == 4;                      // two blocks at a time, else one
+  static constexpr int kPart = 256;                                          // high bytes are worth
+  static constexpr bool kZeroOfEach = Traits<kFormat>::kZerosPerBlock == 4;  // stretch
 
   // A lane's columns of B for a piece, which it may use for several tiles.
   struct Operand {
@@ -34,7 +35,7 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
       } else {
         const uint2 raw = *reinterpret_cast<const uint2*>(x.operands + at * (kSpanBytes / 2) + lane * 8);
         word[0] = raw.x, word[1] = raw.y;
-        steps.x = x.steps[at * 4 + q].x;
+        steps.x = x.steps[at * 4 + q].x, steps.y = x.steps[at * 4 + q].y;
       }
 #pragma unroll
       for (int s = 0; s < 4; ++s)
@@ -54,9 +55,15 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
       words[0].load(reader, rows, 0);
       words[1].load(reader, rows, 1);
       const uint32_t two[2] = {reader.two_scales(rows, 0), reader.two_scales(rows, 1)};
-      int zero[2] = {1, 1};
-      if constexpr (Traits<kFormat>::kHasZeros) {
-        zero[0] = reader.zero(rows, 0, q / 2), zero[1] = reader.zero(rows, 1, q / 2);
+      int zero[2][2] = {{1, 1}, {1, 1}};  // of both rows, of an even and an odd stretch
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if constexpr (kZeroOfEach) {
+          const int both = reader.two_zeros(rows, h);
+          zero[h][0] = both & 255, zero[h][1] = both >> 8;
+        } else if constexpr (Traits<kFormat>::kHasZeros) {
+          zero[h][0] = zero[h][1] = reader.zero(rows, h, q / 2);
+        }
       }
       int low[2][4] = {}, high[2][4] = {};  // of even and of odd stretches
 #pragma unroll
@@ -79,7 +86,7 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           const int top = low[odd][2 * h] * 16 + high[odd][2 * h];
-          const int excess = (odd ? x.steps.w : x.steps.y) * zero[h];
+          const int excess = (odd ? x.steps.w : x.steps.y) * zero[h][odd];
           const int sum = top * kPart + (low[odd][2 * h + 1] * 16 + high[odd][2 * h + 1] + excess);
           const float step = __int_as_float(odd ? x.steps.z : x.steps.x);
           float& to = accumulators[0][2 * h];
@@ -93,14 +100,18 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
       int c[4] = {};
 #pragma unroll
       for (int s = 0; s < int(kStretches); ++s) {
-        mma_bytes<true>(c, word[0][0][s], word[1][0][s], word[0][1][s], word[1][1][s], x.of_stretch[s][0],
-                        x.of_stretch[s][1]);
+        mma_bytes<Traits<kFormat>::kIsSigned>(c, word[0][0][s], word[1][0][s], word[0][1][s], word[1][1][s],
+                                              x.of_stretch[s][0], x.of_stretch[s][1]);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float scale = unpack2(reader.scales(rows, h, 0).x, __half()).x * __int_as_float(x.steps.x);
+        const uint2 scales = reader.scales(rows, h, 0);
+        float2 of_stretch = unpack2(Traits<kFormat>::kEachStretch && q >= 2 ? scales.y : scales.x, __half());
+        if (Traits<kFormat>::kEachStretch && q % 2) of_stretch.x = of_stretch.y;
+        int sum = c[2 * h] * kPart + c[2 * h + 1];
+        if constexpr (kZeroOfEach) sum += x.steps.y * (reader.zero(rows, h, 0) >> 8 * q & 255);
         float& to = accumulators[0][2 * h];
-        to = fmaf(scale, static_cast<float>(c[2 * h] * kPart + c[2 * h + 1]), to);
+        to = fmaf(of_stretch.x * __int_as_float(x.steps.x), static_cast<float>(sum), to);
       }
     }
   }
@@ -149,8 +160,9 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const float step = Base::step_of(bits[i]) * (kNibbles ? 1.f / 16 : 1.f);
-      // or -16 for each of the zero
-      constexpr int kOffset = -16 * (Traits<kFormat>::kEachStretch ? Traits<kFormat>::kZero : 1);
+      // or one for each of the zero; in units of low halves of bytes
+      constexpr int kOffset =
+          -(kNibbles ? 16 : 1) * (Traits<kFormat>::kHasZeros ? 1 : Traits<kFormat>::kZero);
       if (q == 0)
         steps[min(first + i, spans - 1) * 8 + stretch] = make_int2(__float_as_int(step), total[i] * kOffset);
     }

@@ -12,8 +12,11 @@ namespace hf_fastpath {
 constexpr int64_t kPackedRows = 16;       // activation rows a call may have
 constexpr int64_t kDequantizedRows = 32;  // the same of packed_floats_avx2
 
-// Sums of a block that the integer kernels weight: one a stretch where a block has several scales, else two.
-constexpr int64_t lanes_of(PackedFormat format) { return stretches_of_scale(format) < kStretches ? 4 : 8; }
+// Sums of a block that the integer kernels weight: one a stretch where a block of 4 bits has several scales,
+// else two.
+constexpr int64_t lanes_of(PackedFormat format) {
+  return bits_of(format) == 4 && stretches_of_scale(format) < kStretches ? 4 : 8;
+}
 
 constexpr int64_t kStepBytes = 2 * kPackedBlock;  // x as integers, a block
 

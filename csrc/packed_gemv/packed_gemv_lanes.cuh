@@ -45,7 +45,7 @@ struct LaneX {
   static constexpr int kSpanPieces = 1;
   static constexpr int kBlockUnits = kColumns / 2, kOfBlock = kBlockUnits / kTiles;
   static constexpr int kSpanBytes = Slot::kWarpBlocks * kBlockUnits * kWarpSize * 16;  // of a line in a piece
-  static constexpr bool kEachStretch = Traits<kFormat>::kEachStretch, kWhole = Traits<kFormat>::kIsInteger;
+  static constexpr bool kEachStretch = Traits<kFormat>::kEachStretch, kWhole = kTakesOff<kFormat>;
   static constexpr int kSpanSteps = !kWhole        ? 0
                                     : kEachStretch ? kColumns * 32
                                                    : Slot::kWarpBlocks * kColumns * 4;
@@ -196,7 +196,7 @@ struct LaneX {
       }
     }
     sync_line();
-    if constexpr (kEachStretch) {
+    if constexpr (kWhole && kEachStretch) {
 #pragma unroll 1
       for (int piece = Slot::row_warp(); piece < end - begin; piece += Slot::kRowWarps)
         split_excess<kColumns>(reinterpret_cast<float*>(steps + piece * kSpanSteps));
@@ -253,7 +253,7 @@ struct LaneX {
         made[i] = pack2(pair.x * factor, pair.y * factor, __half());
       }
     }
-    return as_operand<kFormat, kCenters<T>>(made);
+    return as_operand<kFormat, kCenters<T, kFormat>>(made);
   }
 
   // A unit's sums in a lane's two columns, or those of a block.

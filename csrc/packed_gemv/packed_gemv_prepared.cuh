@@ -30,7 +30,7 @@ struct PreparedLayout {
 
 // A block has so many sums of x, each over the weights of a scale, where quants have something in excess.
 template <PackedFormat kFormat>
-constexpr int kSumsOfBlock = Traits<kFormat>::kIsInteger ? Traits<kFormat>::kScalesPerBlock : 0;
+constexpr int kSumsOfBlock = kTakesOff<kFormat> ? Traits<kFormat>::kScalesPerBlock : 0;
 
 template <PackedFormat kFormat, int kColumns>
 using PreparedOf = PreparedLayout<kColumns, kSumsOfBlock<kFormat>>;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       rounded[i] = pack2(values[2 * i] * factor, values[2 * i + 1] * factor, __half());
-    const uint4 operand = as_operand<kFormat, kCenters<T>>(rounded);
+    const uint4 operand = as_operand<kFormat, kCenters<T, kFormat>>(rounded);
     reinterpret_cast<uint4*>(to)[(chunk / 4 * kColumns + row) * 4 + chunk % 4] = operand;
     if constexpr (layout.kBlockSums > 0) {  // what quants have in excess, or each of the zero, times x
       constexpr float kHigh = kBits<kFormat> == 4 ? 16.f : 1.f;  // see Quants
@@ -199,7 +199,7 @@ struct PreparedX {
     commit_copies();
     wait_for_copies<0>();
     sync_some(1, kRingConsumers);
-    if constexpr (Traits<kFormat>::kEachStretch) {
+    if constexpr (Traits<kFormat>::kEachStretch && Layout::kBlockSums > 0) {
 #pragma unroll 1
       for (int piece = 0; piece < end - begin; ++piece)
         split_excess<kColumns>(sums + piece * Slot::kBlocks * Layout::kBlockSums);

@@ -50,8 +50,9 @@ struct BlockWords {
 template <PackedFormat kFormat>
 struct LineScales {
   static constexpr bool kEachStretch = Traits<kFormat>::kEachStretch;
+  static constexpr bool kZeroOfEach = Traits<kFormat>::kZerosPerBlock == 4;
   uint2 words[2];
-  int zeros[2];
+  int zeros[2];  // or four bytes of each row
 
   // `block`: of this warp's in the piece, of which there are `left` from it on.
   template <class Reader>
@@ -64,6 +65,13 @@ struct LineScales {
       words[h] = reader.scales(rows, h, block);
       if constexpr (Traits<kFormat>::kHasZeros) zeros[h] = reader.zero(rows, h, block);
     }
+  }
+
+  // Gives the zeros of both rows, of a stretch.
+  __device__ __forceinline__ void zeros_of(int stretch, int (&of)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      of[h] = kZeroOfEach ? static_cast<int>(__byte_perm(zeros[h], 0, 0x4440 + stretch)) : zeros[h];
   }
 
   // Returns the scale of a row of the lane's and a stretch.
@@ -91,7 +99,7 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
                                           uint32_t of_x, int of_sums,
                                           PackedAccumulators<kColumns>& accumulators) {
   constexpr int kTiles = kColumnTiles<kColumns>;
-  constexpr bool kFloats = Traits<kFormat>::kIsFloat, kCentered = kCenters<T>;
+  constexpr bool kFloats = Traits<kFormat>::kIsFloat, kCentered = kCenters<T, kFormat>;
   constexpr bool kEachStretch = Traits<kFormat>::kEachStretch;  // has scales of its own
   constexpr bool kEachHalf = Traits<kFormat>::kTogether == 2;   // or two have
   BlockWords<kFormat> words;
@@ -105,7 +113,9 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
 #pragma unroll
   for (int s = 0; s < int(kStretches); ++s) {
     uint32_t a[2][4];
-    words.template operands<kCentered>(a, s, scales.zeros);
+    int zeros[2];
+    scales.zeros_of(s, zeros);
+    words.template operands<kCentered>(a, s, zeros);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const uint4 b = load_shared(of_x + (s * kColumns + t * 8) * 64);
@@ -114,7 +124,7 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
       mma<__half>(kHasRest ? c[1][t] : to, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
       if constexpr (kHasRest) {
         uint32_t rest[2][4];
-        words.template operands<kCentered, 1>(rest, s, scales.zeros);
+        words.template operands<kCentered, 1>(rest, s, zeros);
         mma<__half>(c_rest[t], rest[0][0], rest[0][1], rest[0][2], rest[0][3], b.x, b.y);
         mma<__half>(c_rest[t], rest[1][0], rest[1][1], rest[1][2], rest[1][3], b.z, b.w);
       }

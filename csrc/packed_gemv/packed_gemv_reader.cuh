@@ -51,8 +51,18 @@ __device__ __forceinline__ uint32_t two_scales_of(const PackedMatrix& matrix, in
   const uint16_t* from = matrix.scales + int64_t(row) * matrix.groups + block * 4 + threadIdx.x % 4 * 2;
   return __ldg(reinterpret_cast<const uint32_t*>(from));
 }
+// A block's zero, or four of them, the first in the lowest bits.
+template <PackedFormat kFormat>
 __device__ __forceinline__ int zero_of(const PackedMatrix& matrix, int row, int block) {
-  return __ldg(matrix.zeros + int64_t(row) * matrix.groups + block);
+  constexpr int kZeros = Traits<kFormat>::kZerosPerBlock;
+  const uint8_t* from = matrix.zeros + int64_t(row) * matrix.groups + block * kZeros;
+  if constexpr (kZeros == 4) return __ldg(reinterpret_cast<const int*>(from));
+  return __ldg(from);
+}
+// Where each stretch has one: of a lane's stretches, two neighbors as of two_scales_of().
+__device__ __forceinline__ int two_zeros_of(const PackedMatrix& matrix, int row, int block) {
+  const uint8_t* from = matrix.zeros + int64_t(row) * matrix.groups + block * 4 + threadIdx.x % 4 * 2;
+  return __ldg(reinterpret_cast<const uint16_t*>(from));
 }
 
 #if HF_FASTPATH_HOPPER
@@ -115,8 +125,8 @@ __device__ __forceinline__ void packed_fetch(const GemvParams& p, const RopeAppe
                   barrier, policy);
               if (Slot::kZeroBytes > 0) {
                 copy_tile_to_shared(slot + plan.zeros_at + group * plan.zero_stride, &maps.zeros,
-                                    piece * Slot::kBlocks - Slot::zero_offset(piece), from, 0, barrier,
-                                    policy);
+                                    piece * (Slot::kBlocks * Slot::kZerosPerBlock) - Slot::zero_offset(piece),
+                                    from, 0, barrier, policy);
               }
             }
           }
@@ -154,8 +164,8 @@ struct PackedReader {
       const int scale = line * Slot::kWarpBlocks * Slot::kScalesPerBlock * 2;
       const int of_scales = plan.scales_at + group * plan.scale_stride + of_group * Slot::kScaleBytes + scale;
       scales_at[h] = Slot::kSwizzlesScales ? swizzled<Slot::kScaleBytes>(of_scales) : of_scales;
-      zeros_at[h] =
-          plan.zeros_at + group * plan.zero_stride + of_group * Slot::kZeroBytes + line * Slot::kWarpBlocks;
+      zeros_at[h] = plan.zeros_at + group * plan.zero_stride + of_group * Slot::kZeroBytes +
+                    line * Slot::kWarpBlocks * Slot::kZerosPerBlock;
     }
   }
   __device__ __forceinline__ void wait(int of_piece) {
@@ -199,12 +209,22 @@ struct PackedReader {
     return scales(rows, h, q / 2).x * 0x10001u;
   }
   __device__ __forceinline__ int zero(const TileRows& rows, int h, int block) const {
-    if (!fetches_scales()) return zero_of(plan.matrix, rows.row[h], first_block() + block);
+    if (!fetches_scales()) return zero_of<kFormat>(plan.matrix, rows.row[h], first_block() + block);
     uint32_t found;
-    asm volatile("ld.shared.u8 %0, [%1];"
-                 : "=r"(found)
-                 : "r"(slot + zeros_at[h] + Slot::zero_offset(piece) + block));
+    const uint32_t from = slot + zeros_at[h] + Slot::zero_offset(piece) + block * Slot::kZerosPerBlock;
+    if constexpr (Slot::kZerosPerBlock == 4) {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(from));
+    } else {
+      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(found) : "r"(from));
+    }
     return static_cast<int>(found);
+  }
+  // As two_scales().
+  __device__ __forceinline__ int two_zeros(const TileRows& rows, int h) const {
+    if (!fetches_scales()) return two_zeros_of(plan.matrix, rows.row[h], first_block());
+    uint16_t found;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(slot + zeros_at[h] + threadIdx.x % 4 * 2));
+    return found;
   }
   __device__ __forceinline__ void release(uint32_t bits) {
     __syncwarp();
@@ -281,7 +301,10 @@ struct PackedReader {
     return scales(rows, h, q / 2).x * 0x10001u;
   }
   __device__ __forceinline__ int zero(const TileRows& rows, int h, int block) const {
-    return zero_of(plan.matrix, rows.row[h], first_block() + block);
+    return zero_of<kFormat>(plan.matrix, rows.row[h], first_block() + block);
+  }
+  __device__ __forceinline__ int two_zeros(const TileRows& rows, int h) const {
+    return two_zeros_of(plan.matrix, rows.row[h], first_block());
   }
   __device__ __forceinline__ void release(uint32_t) {}
   __device__ __forceinline__ int first_block() const {

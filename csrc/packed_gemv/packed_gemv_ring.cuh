@@ -41,7 +41,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
                                                const PackedPlan& plan, char* ring, RingBarriers barriers) {
   constexpr int kLines = kLinesOf<T, kColumns, kPrepared>, kHalves = kEnd == RingEnd::kPlain ? 1 : 2;
   constexpr bool kRow = kTakesRow<T, kColumns>, kLanes = kTakesLanes<T, kColumns, kPrepared>;
-  constexpr bool kHasExcess = (kLanes || kPrepared) && Traits<kFormat>::kEachStretch;
+  constexpr bool kHasExcess = (kLanes || kPrepared) && Traits<kFormat>::kEachStretch && kTakesOff<kFormat>;
   using Slot = PackedSlot<kFormat, kLines>;
   using X = PackedX<T, kFormat, kColumns, kPrepared>;
   const int tid = threadIdx.x, warp = tid / kWarpSize, lane = tid % kWarpSize, g = lane / 4, q = lane % 4;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
       mine.load(p, rope);
     }
     const int unit = i / p.m, m = i % p.m;
-    float scale = (kRow ? 1.f : kUndoQuants<kFormat, kCenters<T>>)*plan.matrix.multiplier;
+    float scale = (kRow ? 1.f : kUndoQuants<kFormat, kCenters<T, kFormat>>)*plan.matrix.multiplier;
     if (rms) {
       float squares = 0.f;
       if (is_cluster) {

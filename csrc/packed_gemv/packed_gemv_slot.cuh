@@ -32,12 +32,15 @@ struct PackedSlot {
   // instruction): of shorter pieces every other one is in the second half.
   static constexpr int kScaleBytes = kScalesPerBlock ? std::max(16, kBlocks * kScalesPerBlock * 2) : 0;
   static constexpr bool kSwizzlesScales = kScaleBytes > 16;
-  static constexpr int kZeroBytes = Traits<kFormat>::kHasZeros ? std::max(16, kBlocks) : 0;
+  static constexpr int kZerosPerBlock = Traits<kFormat>::kZerosPerBlock;
+  static constexpr int kZeroBytes = kZerosPerBlock ? std::max(16, kBlocks* kZerosPerBlock) : 0;
   // Where a piece's first scale and zero lie in what is copied for it, in bytes.
   __device__ static __forceinline__ int scale_offset(int piece) {
     return piece * (kBlocks * kScalesPerBlock * 2) % 16;
   }
-  __device__ static __forceinline__ int zero_offset(int piece) { return piece * kBlocks % 16; }
+  __device__ static __forceinline__ int zero_offset(int piece) {
+    return piece * (kBlocks * kZerosPerBlock) % 16;
+  }
 
   __device__ static __forceinline__ int line() { return int(threadIdx.x) / kWarpSize % kLines; }
   __device__ static __forceinline__ int row_warp() { return int(threadIdx.x) / kWarpSize / kLines; }
@@ -119,10 +122,18 @@ __device__ __forceinline__ int packed_row(const GemvParams& p, const RopeAppendP
   return p.gated ? half * p.n + unit : unit;
 }
 
+// Where each stretch has a zero, or bytes have a scale for each stretch, quants are always taken less their
+// zero: sums of x times zeros would be products of their own.
+template <PackedFormat kFormat>
+constexpr bool kCentersAll =
+    Traits<kFormat>::kEachStretch && (Traits<kFormat>::kHasZeros || Traits<kFormat>::kBits == 8);
+// Whether sums of x take off what quants have in excess, of an x in 16 bits.
+template <PackedFormat kFormat>
+constexpr bool kTakesOff = Traits<kFormat>::kIsInteger && !kCentersAll<kFormat>;
 // A float32 x keeps all bits only beside quants less their zero, which takes another instruction for two of
 // them.
-template <class T>
-constexpr bool kCenters = sizeof(T) == 4;
+template <class T, PackedFormat kFormat>
+constexpr bool kCenters = sizeof(T) == 4 || kCentersAll<kFormat>;
 // And beside values of a table that are two float16.
 template <class T, PackedFormat kFormat>
 constexpr int kTermsOf = sizeof(T) == 4 ? kTableTerms<kFormat> : 1;
@@ -157,12 +168,14 @@ struct Quants {
         word >>= 8;
       }
     } else if constexpr (!Traits<kFormat>::kIsFloat) {
-      const uint32_t unsigned_bytes = word ^ 0x80808080u;
+      constexpr bool kSigned = Traits<kFormat>::kIsSigned;
+      const uint32_t unsigned_bytes = kSigned ? word ^ 0x80808080u : word;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         pair[0][i] = __byte_perm(unsigned_bytes, 0, i == 0 ? 0x4140 : 0x4342);
         if constexpr (kCentered)
-          pair[0][i] = bits_of_half2(__hsub2(half2_of(pair[0][i] | kMagic), all_half2(1024.f + 128.f)));
+          pair[0][i] = bits_of_half2(
+              __hsub2(half2_of(pair[0][i] | kMagic), all_half2(1024.f + (kSigned ? 128 : zero))));
       }
     } else {
       pair[0][0] = float8_pair<false>(word);

@@ -196,7 +196,7 @@ struct WarpX {
             values[2 * i] = (values[2 * i] - taken.x) * kNextTerm;
             values[2 * i + 1] = (values[2 * i + 1] - taken.y) * kNextTerm;
           }
-          *place(span, m, term) = as_operand<kFormat, kCenters<T>>(rounded);
+          *place(span, m, term) = as_operand<kFormat, kCenters<T, kFormat>>(rounded);
         }
       }
       if (rms) square = warp_sum(square);

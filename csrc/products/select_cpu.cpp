@@ -25,8 +25,7 @@ constexpr uint32_t kFewPacked = bit(Product::kPackedGemv);
 constexpr uint32_t kManyPacked = bit(Product::kPackedGemm);
 
 constexpr WeightSet of(PackedFormat format) { return packed_weight(static_cast<int>(format)); }
-constexpr WeightSet kInt8 = of(PackedFormat::kInt8), kFp8 = of(PackedFormat::kFp8);
-constexpr WeightSet kInt4 = of(PackedFormat::kInt4), kInt4G32 = of(PackedFormat::kInt4G32);
+constexpr WeightSet kFp8 = of(PackedFormat::kFp8), kInt4 = of(PackedFormat::kInt4);
 
 // The packed formats that have kernels and for which `has` holds.
 template <class Has>
@@ -44,6 +43,7 @@ constexpr WeightSet kIntegers = kPacked & ~kFloats;
 constexpr WeightSet kBytes = packed_that([](PackedFormat format) { return bits_of(format) == 8; });
 constexpr WeightSet kNibbles = kPacked & ~kBytes;
 constexpr WeightSet kTables = packed_that(has_table);
+constexpr WeightSet kInt8 = kBytes & ~kFloats, kInt4G32 = kNibbles & ~kTables & ~kInt4;  // of any groups
 // All of them, also those without kernels, which are read one weight at a time.
 constexpr WeightSet kAnyPacked = packed_weight(static_cast<int>(kLastPackedFormat) + 1) - packed_weight(0);
 constexpr WeightSet kPlain = kPlainWeight, kInRows = kPlain | kAnyPacked,

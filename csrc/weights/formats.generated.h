@@ -34,8 +34,10 @@ enum class PackedFormat : int {
   kInt4G32 = 3,
   kNf4 = 4,
   kFp4 = 5,
+  kInt4G32Zeros = 6,
+  kInt8G32Zeros = 7,
 };
-constexpr PackedFormat kLastPackedFormat = PackedFormat::kFp4;
+constexpr PackedFormat kLastPackedFormat = PackedFormat::kInt8G32Zeros;
 
 // The format of number i is row i; tables have four values a line.
 // clang-format off
@@ -54,6 +56,8 @@ inline constexpr PackedTraits kPackedTraits[] = {
          0x1.555556p-2f, 0x1p-1f, 0x1.555556p-3f, 0x1p-2f,
          0x0p+0f, -0x1.555556p-8f, -0x1.555556p-1f, -0x1p+0f,
          -0x1.555556p-2f, -0x1p-1f, -0x1.555556p-3f, -0x1p-2f}},
+    {"int4_g32_zeros", 4, PackedValues::kIntegers, 32, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, 0, {}},
+    {"int8_g32_zeros", 8, PackedValues::kIntegers, 32, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, 0, {}},
 };
 // clang-format on
 
@@ -73,6 +77,10 @@ static inline auto with_format(PackedFormat format, F&& f) {
       return f(std::integral_constant<PackedFormat, PackedFormat::kNf4>{});
     case PackedFormat::kFp4:
       return f(std::integral_constant<PackedFormat, PackedFormat::kFp4>{});
+    case PackedFormat::kInt4G32Zeros:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt4G32Zeros>{});
+    case PackedFormat::kInt8G32Zeros:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt8G32Zeros>{});
     default:
       break;
   }

@@ -29,9 +29,10 @@ HF_INLINE __m256i rounded_top(__m256 value) {
   return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
 }
 
-// Sixteen quants in bytes, less their zero or as they are in fp8 and in tables, times `scale`.
+// Sixteen quants in bytes, less their zero or as they are in fp8 and in tables, times `scale`. `zero`: of
+// quants of 8 bits from 0 up.
 template <PackedFormat kFormat, class Element>
-HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, typename Element::Storage* to) {
+HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, int zero, typename Element::Storage* to) {
   __m256 low, high;
   if constexpr (Traits<kFormat>::kIsFloat) {  // float16's bits of 2^-8 of the value
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
@@ -40,6 +41,10 @@ HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, typename Element:
   } else if constexpr (Traits<kFormat>::kHasTable) {
     low = looked_up<kFormat>(_mm256_cvtepu8_epi32(bytes));
     high = looked_up<kFormat>(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
+  } else if constexpr (Traits<kFormat>::kBits == 8 && !Traits<kFormat>::kIsSigned) {
+    const __m256i less = _mm256_set1_epi32(zero);
+    low = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepu8_epi32(bytes), less));
+    high = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)), less));
   } else {
     low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
     high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
@@ -54,10 +59,10 @@ HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, typename Element:
   }
 }
 
-// A block of 128 weights. `scale`: of each stretch.
+// A block of 128 weights. `scale`, `zero`: of each stretch.
 template <PackedFormat kFormat, class Element>
-HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[kStretches], int zero,
-                                typename Element::Storage* to) {
+HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[kStretches],
+                                const int (&zero)[kStretches], typename Element::Storage* to) {
   constexpr int kHalves = bits_of(kFormat) / 4;  // of a stretch
 #pragma GCC unroll 2
   for (int half = 0; half < kHalves; ++half) {
@@ -70,13 +75,13 @@ HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[kSt
     for (int s = 0; s < int(kStretches); ++s) {
       auto* const at = to + s * kStretch + half * 16;
       if constexpr (kHalves == 2) {
-        dequantize_sixteen<kFormat, Element>(piece[s], scale[s], at);
+        dequantize_sixteen<kFormat, Element>(piece[s], scale[s], zero[s], at);
       } else {
-        const __m128i nibble = _mm_set1_epi8(15), less = _mm_set1_epi8(static_cast<char>(zero));
+        const __m128i nibble = _mm_set1_epi8(15), less = _mm_set1_epi8(static_cast<char>(zero[s]));
         const __m128i even = _mm_sub_epi8(_mm_and_si128(piece[s], nibble), less);
         const __m128i odd = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(piece[s], 4), nibble), less);
-        dequantize_sixteen<kFormat, Element>(_mm_unpacklo_epi8(even, odd), scale[s], at);
-        dequantize_sixteen<kFormat, Element>(_mm_unpackhi_epi8(even, odd), scale[s], at + 16);
+        dequantize_sixteen<kFormat, Element>(_mm_unpacklo_epi8(even, odd), scale[s], 0, at);
+        dequantize_sixteen<kFormat, Element>(_mm_unpackhi_epi8(even, odd), scale[s], 0, at + 16);
       }
     }
   }
@@ -96,13 +101,15 @@ void dequantize_rows(const PackedWeight& weight, int64_t in_features, int64_t be
     const Scale* scales = static_cast<const Scale*>(weight.scales) + n * weight.groups;
     for (int64_t b = 0; b < weight.blocks; ++b, quants += kBytes) {
       __m256 scale[kStretches];
+      int zero[kStretches];
 #pragma GCC unroll 4
       for (int s = 0; s < int(kStretches); ++s) {
-        const float of_group = scale_to_float(scales[group_of(kFormat, b, s)]);
+        const int64_t group = group_of(kFormat, b, s);
+        const float of_group = scale_to_float(scales[group]);
+        zero[s] =
+            Traits<kFormat>::kHasZeros ? weight.zeros[n * weight.groups + group] : Traits<kFormat>::kZero;
         scale[s] = s % kTogether == 0 ? _mm256_set1_ps(of_group * unit) : scale[s - 1];
       }
-      const int zero =
-          Traits<kFormat>::kHasZeros ? weight.zeros[n * weight.groups + b] : Traits<kFormat>::kZero;
       const int64_t count = std::min(kPackedBlock, in_features - b * kPackedBlock);
       if (count == kPackedBlock) {
         dequantize_block<kFormat, Element>(quants, scale, zero, to);

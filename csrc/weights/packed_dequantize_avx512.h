@@ -63,7 +63,7 @@ HF_INLINE __m512i nibble_words(__m512i both, int s, __m512i values) {
 
 // ---- int8 ----
 
-// A stretch of a block's 128 bytes, times kByteUnit, as each lies in the upper byte of 32 bits.
+// A stretch of a block's 128 signed bytes, times kByteUnit, as each lies in the upper byte of 32 bits.
 constexpr float kByteUnit = 0x1p-24f;
 HF_INLINE void byte_values(__m512i first, __m512i second, int s, __m512 unit, __m512& low, __m512& high) {
   const __m128i lane =
@@ -71,6 +71,19 @@ HF_INLINE void byte_values(__m512i first, __m512i second, int s, __m512 unit, __
   const __m512i places = _mm512_broadcast_i32x4(lane);
   low = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(first, places)), unit);
   high = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(second, places)), unit);
+}
+
+// The same of bytes from 0 up, less a zero and times a scale.
+HF_INLINE void byte_values_less(__m512i first, __m512i second, int s, int zero, __m512 scale, __m512& low,
+                                __m512& high) {
+  const __m128i lane =
+      _mm_setr_epi8(4 * s, -1, -1, -1, 4 * s + 1, -1, -1, -1, 4 * s + 2, -1, -1, -1, 4 * s + 3, -1, -1, -1);
+  const __m512i places = _mm512_broadcast_i32x4(lane), less = _mm512_set1_epi32(zero);
+  const auto value = [&](__m512i bytes) {
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_shuffle_epi8(bytes, places), less)),
+                         scale);
+  };
+  low = value(first), high = value(second);
 }
 
 // ---- fp8: a table of the 128 values that are not negative ----
@@ -133,6 +146,10 @@ struct PackedRows {
   HF_INLINE const uint8_t* block(const PackedRows& weight, int64_t row, int64_t b) {
     return weight.quants + (row * weight.blocks + b) * kBytes;
   }
+  HF_INLINE int zero(const PackedRows& weight, int64_t row, int64_t b, int s) {
+    return Traits<kFormat>::kHasZeros ? weight.zeros[row * weight.groups + group_of(kFormat, b, s)]
+                                      : Traits<kFormat>::kZero;
+  }
   HF_INLINE float scale(const PackedRows& weight, int64_t row, int64_t b, int s) {
     return scale_to_float(weight.scales[row * weight.groups + group_of(kFormat, b, s)]);
   }
@@ -176,15 +193,14 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
     if constexpr (Traits<kFormat>::kHasTable) {
       steps = _mm512_loadu_ps(traits_of(kFormat).table);
     } else {
-      const int zero =
-          Traits<kFormat>::kHasZeros ? weight.zeros[row * weight.groups + b] : Traits<kFormat>::kZero;
-      steps = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                            _mm512_set1_ps(static_cast<float>(zero)));
+      steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     }
 #pragma GCC unroll 4
     for (int s = 0; s < kCount; ++s) {
       if (s % Traits<kFormat>::kTogether == 0) {
-        const __m512 table = _mm512_mul_ps(steps, _mm512_set1_ps(scale(s)));
+        const auto zero = static_cast<float>(Weight::zero(weight, row, b, s));  // a table has 0
+        const __m512 table =
+            _mm512_mul_ps(_mm512_sub_ps(steps, _mm512_set1_ps(zero)), _mm512_set1_ps(scale(s)));
         round_in_terms<Element>(table, table, words);
       }
       for (int term = 0; term < kTerms; ++term) write(s, term, nibble_words(first, s, words[term]));
@@ -192,11 +208,17 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
   } else {
     const __m512i second = _mm512_loadu_si512(quants + 64);
     if constexpr (!Traits<kFormat>::kIsFloat) {
-      const __m512 unit = _mm512_set1_ps(scale(0) * kByteUnit);
+      __m512 of_stretch;
 #pragma GCC unroll 4
       for (int s = 0; s < kCount; ++s) {
         __m512 low, high;
-        byte_values(first, second, s, unit, low, high);
+        if (s % Traits<kFormat>::kTogether == 0)
+          of_stretch = _mm512_set1_ps(scale(s) * (Traits<kFormat>::kIsSigned ? kByteUnit : 1.0f));
+        if constexpr (Traits<kFormat>::kIsSigned) {
+          byte_values(first, second, s, of_stretch, low, high);
+        } else {
+          byte_values_less(first, second, s, Weight::zero(weight, row, b, s), of_stretch, low, high);
+        }
         round_in_terms<Element>(low, high, words);
         for (int term = 0; term < kTerms; ++term) write(s, term, words[term]);
       }

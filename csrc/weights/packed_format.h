@@ -60,6 +60,9 @@ struct Traits {
   static constexpr int kTogether = static_cast<int>(stretches_of_scale(kFormat));  // stretches of a scale
   static constexpr bool kEachStretch = kTogether == 1;                             // a scale for each
   static constexpr int kScalesPerBlock = kScalesSums ? 0 : static_cast<int>(kStretches) / kTogether;
+  // Quants of 8 bits that are signed.
+  static constexpr bool kIsSigned = kBits == 8 && kIsInteger && !kHasZeros;
+  static constexpr int kZerosPerBlock = kHasZeros ? kScalesPerBlock : 0;
   static constexpr int kScaleBytes = scale_bytes(kFormat);  // of a scale, and what holds its bits
   using Scale = std::conditional_t<kScaleBytes == 4, float, uint16_t>;
   static constexpr int kScaleHalves = kScalesPerBlock * kScaleBytes / 2;  // of a block, in 16 bits
@@ -71,10 +74,13 @@ struct Traits {
                 "values of a table, and no others, have scales in float32, of 64 weights");
   static_assert(kBits == 8 || kBits == 4, "kernels unpack quants of 8 and of 4 bits");
   static_assert(kIsFloat == kScalesSums && (kBits == 8 || !kIsFloat), "floats are e4m3, with a scale a row");
-  static_assert(kBits == 4 || traits_of(kFormat).zeros == PackedZeros::kNone, "bytes are signed");
-  static_assert(kBits == 8 || kHasTable || kEachStretch == !kHasZeros,
-                "groups of 128 have zeros, those of 32 have none");
-  static_assert(!kEachStretch || (kBits == 4 && kZero == 8), "groups of 32 are of 4 bits, with a zero of 8");
+  static_assert(kBits == 4 || traits_of(kFormat).zeros != PackedZeros::kFixed,
+                "bytes are signed, or have zeros of groups");
+  static_assert(kBits == 4 || kEachStretch || !kHasZeros, "bytes with zeros have groups of 32");
+  static_assert(kBits == 8 || kHasTable || kEachStretch || kHasZeros,
+                "groups of 128 of 4 bits have zeros of their own");
+  static_assert(kBits == 8 || !kEachStretch || kHasZeros || kZero == 8,
+                "groups of 32 of 4 bits have zeros of their own, or a zero of 8");
   static_assert(kScalesSums || kHasTable || kEachStretch || kScalesPerBlock == 1,
                 "else a block has one scale");
 };

@@ -26,12 +26,17 @@ HF_VALUE float half_value(uint16_t bits) {
 #endif
 }
 
+// Whether quants are signed: those of 8 bits without zero points of groups.
+HF_VALUE bool is_signed(const PackedTraits& traits) {
+  return traits.bits == 8 && traits.zeros != PackedZeros::kOfGroup;
+}
+
 // The value of a quant in units of its scale, but for a zero point of its group.
 HF_VALUE float quant_value(const PackedTraits& traits, uint32_t quant) {
   switch (traits.values) {
     case PackedValues::kIntegers:
-      return static_cast<float>(traits.bits == 8 ? static_cast<int>(static_cast<int8_t>(quant))
-                                                 : static_cast<int>(quant) - traits.zero);
+      return static_cast<float>(is_signed(traits) ? static_cast<int>(static_cast<int8_t>(quant))
+                                                   : static_cast<int>(quant) - traits.zero);
     case PackedValues::kFloats: {  // bits of e4m3 are those of a float16 that is 2^-8 of the value
       const float magnitude = half_value(static_cast<uint16_t>((quant & 0x7f) << 7)) * 256.0f;
       return quant & 0x80 ? -magnitude : magnitude;

@@ -11,6 +11,14 @@ namespace {
 HF_INLINE float scale_to_float(uint16_t bits) { return half_to_float(bits); }
 HF_INLINE float scale_to_float(float scale) { return scale; }
 
+// The zeros of a block's stretches, as 16 bytes of 8-bit quants want them: four a stretch.
+HF_INLINE __m256i zeros_of_stretches(const uint8_t* zeros) {
+  int bits;
+  __builtin_memcpy(&bits, zeros, sizeof bits);
+  const __m128i places = _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  return _mm256_cvtepu8_epi16(_mm_shuffle_epi8(_mm_cvtsi32_si128(bits), places));
+}
+
 // Eight values; only the lowest four bits of a place count. A permutation takes three of them, and the fourth
 // chooses between two: a table of 16 floats is two registers.
 template <PackedFormat kFormat>

@@ -137,7 +137,7 @@ class _Best:
             return pack(format, steps.to(torch.float8_e4m3fn).view(torch.uint8)), scales, zeros
         if format.values is not QuantValues.INTEGERS:
             return pack(format, _nearest(steps, format)), scales, zeros
-        if format.bits == 8:
+        if format.bits == 8 and not format.has_zeros:
             return pack(format, steps.to(torch.int8).view(torch.uint8)), scales, zeros
         shift = self._zero.expand_as(self._w).reshape(rows, -1) if format.has_zeros else format.zero
         return pack(format, (steps + shift).to(torch.uint8)), scales, zeros

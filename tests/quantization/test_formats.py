@@ -61,7 +61,8 @@ def test_the_codebook_has_the_values_of_all_quants(format):
     elif format.is_table:
         values = torch.tensor(format.table, dtype=torch.float64)
     else:
-        values = (quants.view(torch.int8) if format.bits == 8 else quants).double() - format.zero
+        is_signed = format.bits == 8 and not format.has_zeros
+        values = (quants.view(torch.int8) if is_signed else quants).double() - format.zero
     found = torch.tensor(format.codebook, dtype=torch.float64)
     torch.testing.assert_close(found, values, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found.signbit(), values.signbit()) or format.is_float  # that of a NaN is none
