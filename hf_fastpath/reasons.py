@@ -86,13 +86,25 @@ REASONS: dict[str, Reason] = {
         "load it with quantization_config=CompressedTensorsConfig(run_compressed=False): it dequantizes",
     ),
     "quantized_order": Reason(
-        "the checkpoint's groups of weights are not neighbors (GPTQ with desc_act, activation order)",
-        "use a checkpoint without desc_act, or unquantized weights with patch(model, weights=...)",
+        "the checkpoint's groups of weights, by its g_idx, do not have group_size inputs each",
+        "quantize it anew (its g_idx is damaged), or use unquantized weights with patch(model, weights=...)",
     ),
     "quantized_blocks": Reason(
         "the checkpoint's rows are no whole number of blocks of weights that share a scale, so that a block goes on in "
         "the next row, or its blocks are shorter than 64 weights",
         "use a blocksize from 64 on that divides rows, or unquantized weights with patch(model, weights=...)",
+    ),
+    "quantized_activations": Reason(
+        "the checkpoint's products round their inputs to 8 bits as well (LLM.int8, W8A8), which ours do not",
+        "load it in 16 bits and patch(model, weights='int8'): as small, and inputs stay as they are",
+    ),
+    "quantized_fp8": Reason(
+        "the checkpoint keeps weights in FP8 in blocks, and its products round their inputs to FP8",
+        "load it with FineGrainedFP8Config(dequantize=True), then patch(model, weights='fp8')",
+    ),
+    "quantized_kernel": Reason(
+        "gptqmodel has put the weights into the order of a kernel of its own (Marlin, ExLlama, ...) as it loaded them",
+        "load it with GPTQConfig(bits=4, backend='gptq_torch') or AwqConfig(backend='torch_awq')",
     ),
     "quantized_in_use": Reason(
         "a call has turned the checkpoint's quantized weights into another layout",

@@ -18,11 +18,12 @@ _QUANTIZERS: dict[str, str | None] = {
     **dict.fromkeys(("aqlm", "eetq", "vptq", "spqr_quant", "quark", "flute", "fbgemm_gpu", "auto_round", "autoawq")),
     **dict.fromkeys(("auto_round_extension", "qqq", "intel_extension_for_pytorch", "neural_compressor", "modelopt")),
     **dict.fromkeys(("torch.ao", "torch.nn.quantized")),
+    "transformers.integrations.finegrained_fp8": "quantized_fp8",
     # transformers' own layers for checkpoints of other packages; the folder has much else
     **{
         f"transformers.integrations.{name}": None
         for name in (
-            *("aqlm", "awq", "bitnet", "bitsandbytes", "eetq", "fbgemm_fp8", "finegrained_fp8", "fouroversix"),
+            *("aqlm", "awq", "bitnet", "bitsandbytes", "eetq", "fbgemm_fp8", "fouroversix"),
             *("fp_quant", "gemma_quant", "higgs", "hqq", "metal_quantization", "mxfp4", "nvfp4", "quanto", "sinq"),
             *("spqr", "torchao", "vptq"),
         )

@@ -25,9 +25,10 @@ class IntWeight:
     Attributes:
         bits: bits of a quant.
         group: number of weights in a row that share a scale.
-        quants: int16 [out_features, in_features], from ``-2 ** (bits - 1)`` up.
+        quants: int8 [out_features, in_features], from ``-2 ** (bits - 1)`` up.
         scales: float [out_features, groups].
         zeros: int16 [out_features, groups], on the same scale as quants.
+        order: int64 [in_features], the input that each column of quants is for; None if inputs are in order.
     """
 
     bits: int
@@ -35,6 +36,7 @@ class IntWeight:
     quants: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
+    order: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class LayerFamily:
         package: the package that the class is from.
         classes: class names of layers, or of weights in an ``nn.Linear``.
         read: reads a layer's weight.
+        written: makes a layer's tensors, by name, of the weight that ``read`` gave; None: what is here is kept.
         release: frees what ``restore`` can make again of the quants that ``read`` gave; None: nothing.
         restore: gives a layer what was freed, bit for bit.
 
@@ -73,6 +76,7 @@ class LayerFamily:
     package: str
     classes: tuple[str, ...]
     read: Callable[[nn.Module], IntWeight | TableWeight]
+    written: Callable[[nn.Module, IntWeight], dict[str, torch.Tensor]] | None = None
     release: Callable[[nn.Module], None] | None = None
     restore: Callable[[nn.Module, torch.Tensor], None] | None = None
 
@@ -91,15 +95,53 @@ def _scheme_of(module: nn.Module) -> type:
 
 
 def unpacked(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the numbers that int32 words hold along ``dim``, first in the lowest bits, as unsigned values in int16.
+    """Return the numbers that int32 words hold along ``dim``, first in the lowest bits, as uint8.
 
     Args:
         order: the position of the number that each part of a word holds; None if numbers are in order.
     """
     moved = words.movedim(dim, -1)
     places = range(32 // bits) if order is None else sorted(range(len(order)), key=order.__getitem__)
-    parts = [(moved >> (bits * place)) & ((1 << bits) - 1) for place in places]
-    return torch.stack(parts, dim=-1).flatten(-2).movedim(-1, dim).to(torch.int16)
+    parts = [((moved >> (bits * place)) & ((1 << bits) - 1)).to(torch.uint8) for place in places]
+    return torch.stack(parts, dim=-1).flatten(-2).movedim(-1, dim)
+
+
+def _centered(numbers: torch.Tensor, half: int) -> torch.Tensor:
+    """Return uint8 numbers less ``half`` as int8."""
+    return (numbers - half).view(torch.int8)
+
+
+def _from_zero(weight: IntWeight) -> torch.Tensor:
+    """Return the quants as uint8 from 0 up, in the order of the inputs."""
+    quants = weight.quants if weight.order is None else weight.quants[:, weight.order.argsort()]
+    return quants.view(torch.uint8) + (1 << (weight.bits - 1))
+
+
+def packed_words(numbers: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return the int32 words of which :func:`unpacked` gives ``numbers``, and zeros up to a whole word."""
+    count = 32 // bits
+    moved = numbers.movedim(dim, -1)
+    moved = functional.pad(moved, (0, -moved.shape[-1] % count)).unflatten(-1, (-1, count))
+    words = torch.zeros(moved.shape[:-1], dtype=torch.int32, device=numbers.device)
+    for place, which in enumerate(range(count) if order is None else order):
+        words |= moved[..., which].to(torch.int32) << (bits * place)
+    return words.movedim(-1, dim).contiguous()
+
+
+def _in_groups(places: torch.Tensor, group: int) -> torch.Tensor | None:
+    """Return the order of inputs in which those of a group are neighbors, given each input's group; None if they are
+    neighbors as they are.
+
+    Raises:
+        NoCounterpart: a group but the last has another number of inputs.
+    """
+    places = places.long()
+    columns = torch.arange(len(places), device=places.device) // group
+    if torch.equal(places, columns):
+        return None
+    order = places.argsort(stable=True)
+    _need(torch.equal(places[order], columns), "quantized_order")
+    return order
 
 
 def _need(is_so: bool, reason: str = "quantized_format") -> None:
@@ -120,16 +162,25 @@ def _gptqmodel_layer(module: nn.Module) -> tuple[int, int]:
 def _gptq(module: nn.Module) -> IntWeight:
     """Read qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out] and g_idx [in]."""
     bits, group = _gptqmodel_layer(module)
-    columns = torch.arange(module.in_features, device=module.qweight.device)
-    _need(module.g_idx is None or torch.equal(module.g_idx.long(), columns // group), "quantized_order")
+    _need(not getattr(module, "planar", False))
+    order = None if module.g_idx is None else _in_groups(module.g_idx, group)
     _need(module.qweight.shape == (module.in_features * bits // 32, module.out_features))
     half = 1 << (bits - 1)
-    zeros = unpacked(module.qzeros, bits, 1)
+    zeros = unpacked(module.qzeros, bits, 1).to(torch.int16)
     if module.qzero_format() == 1:  # files of this format hold zero - 1
         zeros += 1
         _need(int(zeros.max()) < 2 * half)
-    quants = unpacked(module.qweight, bits, 0).t() - half
-    return IntWeight(bits, group, quants, module.scales.t(), zeros.t() - half)
+    quants = _centered(unpacked(module.qweight, bits, 0).t(), half)
+    quants = quants if order is None else quants[:, order]
+    return IntWeight(bits, group, quants, module.scales.t(), zeros.t() - half, order)
+
+
+def _gptq_written(module: nn.Module, weight: IntWeight) -> dict[str, torch.Tensor]:
+    """Make what :func:`_gptq` reads, but for g_idx."""
+    bits, half = weight.bits, 1 << (weight.bits - 1)
+    zeros = weight.zeros.t() + half - int(module.qzero_format() == 1)
+    qweight = packed_words(_from_zero(weight).t(), bits, 0)
+    return dict(qweight=qweight, qzeros=packed_words(zeros, bits, 1), scales=weight.scales.t().contiguous())
 
 
 #: the position of the number that each four bits of a word hold
@@ -140,8 +191,24 @@ def _awq(module: nn.Module) -> IntWeight:
     """Read qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]; words are in AWQ_ORDER."""
     bits, group = _gptqmodel_layer(module)
     _need(bits == 4 and module.qweight.shape == (module.in_features, module.out_features // 8))
-    quants, zeros = (unpacked(words, 4, 1, AWQ_ORDER).t() - 8 for words in (module.qweight, module.qzeros))
-    return IntWeight(4, group, quants, module.scales.t(), zeros)
+    return _awq_weight(module, group)
+
+
+def _awq_weight(module: nn.Module, group: int) -> IntWeight:
+    quants, zeros = (_centered(unpacked(words, 4, 1, AWQ_ORDER).t(), 8) for words in (module.qweight, module.qzeros))
+    return IntWeight(4, group, quants, module.scales.t(), zeros.to(torch.int16))
+
+
+def _awq_written(module: nn.Module, weight: IntWeight) -> dict[str, torch.Tensor]:
+    """Make what :func:`_awq` reads."""
+    words = (packed_words(numbers.t() + 8, 4, 1, AWQ_ORDER) for numbers in (weight.quants, weight.zeros))
+    return dict(zip(("qweight", "qzeros"), words), scales=weight.scales.t().contiguous())
+
+
+def _autoawq(module: nn.Module) -> IntWeight:
+    """Read a layer of autoawq itself, whose tensors are those of :func:`_awq`."""
+    _need(module.w_bit == 4 and module.qweight.shape == (module.in_features, module.out_features // 8))
+    return _awq_weight(module, module.group_size)
 
 
 def _compressed(module: nn.Module) -> IntWeight:
@@ -150,7 +217,6 @@ def _compressed(module: nn.Module) -> IntWeight:
     how = scheme.weights
     _need(how is not None and scheme.input_activations is None and scheme.output_activations is None)
     _need("weight_packed" in own and how.type == "int" and how.num_bits in (4, 8))
-    _need("weight_g_idx" not in own, "quantized_order")
     _need(how.strategy in ("group", "channel", "tensor"))
     bits, half = how.num_bits, 1 << (how.num_bits - 1)
     rows, columns = module.weight_shape.tolist()
@@ -161,10 +227,23 @@ def _compressed(module: nn.Module) -> IntWeight:
         _need("weight_zero_point" in own)
         found = module.weight_zero_point
         packed = found.dtype == torch.int32
-        found = unpacked(found, bits, 0)[:rows] - half if packed else found.to(torch.int16)
+        found = unpacked(found, bits, 0)[:rows].to(torch.int16) - half if packed else found.to(torch.int16)
         zeros = found.reshape(-1, scales.shape[1]).expand(rows, -1)
-    quants = unpacked(module.weight_packed, bits, 1)[:rows, :columns] - half
-    return IntWeight(bits, group, quants, scales, zeros)
+    order = _in_groups(module.weight_g_idx, group) if "weight_g_idx" in own else None
+    quants = _centered(unpacked(module.weight_packed, bits, 1)[:rows, :columns], half)
+    quants = quants if order is None else quants[:, order]
+    return IntWeight(bits, group, quants, scales, zeros, order)
+
+
+def _compressed_written(module: nn.Module, weight: IntWeight) -> dict[str, torch.Tensor]:
+    """Make what :func:`_compressed` reads of weights with a scale for each group or row."""
+    bits, half, own = weight.bits, 1 << (weight.bits - 1), module._parameters
+    made = dict(weight_packed=packed_words(_from_zero(weight), bits, 1), weight_scale=weight.scales)
+    if own.get("weight_zero_point") is not None:
+        is_packed = own["weight_zero_point"].dtype == torch.int32
+        zeros = packed_words(weight.zeros + half, bits, 0) if is_packed else weight.zeros.to(torch.int8)
+        made["weight_zero_point"] = zeros
+    return made
 
 
 #: bits of the types that torchao has for quants
@@ -175,13 +254,13 @@ def _torchao(module: nn.Module) -> IntWeight:
     """Read qdata int8 [out, in], scale and zero_point [out, groups]; the layer must not quantize activations."""
     weight = module.weight
     extras = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
-    _need(all(getattr(weight, name, None) is None for name in extras))
+    _need(all(getattr(weight, name, None) is None for name in extras), "quantized_activations")
     bits = _TORCHAO_BITS.get(getattr(weight, "target_dtype", torch.int8), 0)
     rows, group = weight.block_size
     _need(bits > 0 and rows == 1 and weight.qdata.dtype == torch.int8)
     zeros = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
     _need(not zeros.is_floating_point() or torch.equal(zeros, zeros.round()))
-    return IntWeight(bits, group, weight.qdata.to(torch.int16), weight.scale, zeros.to(torch.int16))
+    return IntWeight(bits, group, weight.qdata, weight.scale, zeros.to(torch.int16))
 
 
 def _quant_state(module: nn.Module) -> Any:
@@ -220,9 +299,14 @@ def _restore_bitsandbytes(module: nn.Module, quants: torch.Tensor) -> None:
     _quant_state(module).to(quants.device)
 
 
-def _no_weight(module: nn.Module) -> IntWeight:
+def _rounds_inputs(module: nn.Module) -> IntWeight:
     """Refuse layers that quantize activations as well."""
-    raise NoCounterpart("quantized_format")
+    raise NoCounterpart("quantized_activations")
+
+
+def _of_a_kernel(module: nn.Module) -> IntWeight:
+    """Refuse layers whose words are in the order of one kernel, which belongs to a version of the package."""
+    raise NoCounterpart("quantized_kernel")
 
 
 #: layers that transformers loads; GPTQ's and AWQ's layers hold the checkpoint's tensors until they are first called
@@ -232,6 +316,7 @@ FAMILIES = (
         "gptqmodel",
         ("TorchLinear", "TorchAtenLinear", "TorchCpuAvx512Linear", "TorchFusedLinear", "TritonV2Linear"),
         _gptq,
+        _gptq_written,
     ),
     LayerFamily(
         "AWQ",
@@ -241,18 +326,30 @@ FAMILIES = (
             *("AwqGEMMLinear", "AwqGEMMTritonLinear"),
         ),
         _awq,
+        _awq_written,
     ),
-    LayerFamily("compressed-tensors", "compressed_tensors", ("QuantizationScheme",), _compressed),
+    LayerFamily(
+        "GPTQ or AWQ for one kernel",
+        "gptqmodel",
+        (
+            *("MarlinLinear", "ExllamaV2Linear", "MacheteLinear", "SwordfishLinear", "BitblasLinear"),
+            *("AwqMarlinLinear", "AwqExllamaV2Linear", "AwqMacheteLinear", "AwqSwordfishLinear", "AWQBitBlasKernel"),
+            *("TorchInt8Linear", "TorchInt8AwqLinear", "AwqGEMVLinear", "AwqGEMVFastLinear", "LLMAwqLinear"),
+        ),
+        _of_a_kernel,
+    ),
+    LayerFamily("AWQ", "awq", ("WQLinear_GEMM",), _autoawq, _awq_written),
+    LayerFamily("compressed-tensors", "compressed_tensors", ("QuantizationScheme",), _compressed, _compressed_written),
     LayerFamily("torchao", "torchao", ("Int8Tensor", "IntxUnpackedToInt8Tensor"), _torchao),
     LayerFamily(
         "bitsandbytes",
         "bitsandbytes",
         ("Linear4bit", "LinearNF4", "LinearFP4"),
         _bitsandbytes,
-        _release_bitsandbytes,
-        _restore_bitsandbytes,
+        release=_release_bitsandbytes,
+        restore=_restore_bitsandbytes,
     ),
-    LayerFamily("bitsandbytes of 8 bits", "bitsandbytes", ("Linear8bitLt",), _no_weight),
+    LayerFamily("bitsandbytes of 8 bits", "bitsandbytes", ("Linear8bitLt",), _rounds_inputs),
 )
 
 #: why a layer of a known family keeps its own code, for the layers that patch() has looked at

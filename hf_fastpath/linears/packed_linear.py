@@ -11,7 +11,7 @@ from torch import nn
 from ..ops.gemv import MAX_ROWS
 from ..ops.packed_gemm import SPEC as PACKED_GEMM
 from ..ops.packed_gemv import SPEC as PACKED_GEMV
-from ..quantization.formats import PackedWeight, scale_dtype
+from ..quantization.formats import PackedWeight, ReorderedWeight, scale_dtype
 from ..registry import FLOAT_DTYPES, OpSpec
 from .absent_weight import REMEDY, AbsentWeight
 
@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
     its weight moves; a cast leaves the weight as it is.
 
     Args:
-        weight: the quantized weight.
+        given: the quantized weight.
         bias: [out_features] or None; the module keeps the parameter itself.
         dtype: type of the weight that was quantized, which a cast of the module changes.
     """
@@ -39,17 +39,22 @@ class PackedLinear(nn.Module):
     quants: torch.Tensor
     scale_bits: torch.Tensor
     zeros: torch.Tensor | None
+    order: torch.Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, given: PackedWeight | ReorderedWeight, bias: nn.Parameter | None, dtype: torch.dtype = torch.float32
+    ):
         super().__init__()
         self.dtype = dtype
+        weight = given.weight if isinstance(given, ReorderedWeight) else given
         self.format, self.multiplier = weight.format, weight.multiplier
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.register_buffer("quants", weight.quants)
         # The bits of the scales are stored as integers because half() and float() leave these alone.
         self.register_buffer("scale_bits", weight.scales.view(_BITS[weight.scales.element_size()]))
         self.register_buffer("zeros", weight.zeros)
+        self.register_buffer("order", given.order if isinstance(given, ReorderedWeight) else None)
         self.register_parameter("bias", bias)
 
     @property
@@ -92,14 +97,20 @@ class PackedLinear(nn.Module):
         return self.scale_bits.view(scale_dtype(self.format))
 
     @property
-    def packed(self) -> PackedWeight:
-        """The weight; its tensors are those of this module."""
+    def in_order(self) -> PackedWeight:
+        """The weight in the order in which it lies; its tensors are those of this module."""
         return PackedWeight(self.format, self.in_features, self.quants, self.scales, self.zeros, self.multiplier)
+
+    @property
+    def packed(self) -> PackedWeight | ReorderedWeight:
+        """The weight; its tensors are those of this module."""
+        return self.in_order if self.order is None else ReorderedWeight(self.in_order, self.order)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         op = self._op_for(x)
         if op is not None:
-            return op(x, *self.packed.parts, self.bias)
+            x = x if self.order is None else x.index_select(-1, self.order)
+            return op(x, *self.in_order.parts, self.bias)
         return nn.functional.linear(x, self.packed.dequantize(x.dtype), self.bias)
 
     def _op_for(self, x: torch.Tensor) -> OpSpec | None:

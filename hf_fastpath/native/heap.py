@@ -1,4 +1,4 @@
-"""What glibc's heap keeps of the memory of a long prompt.
+"""What glibc's heap keeps of the memory of a long prompt, or of weights that are repacked.
 
 glibc takes blocks below a limit from its heap, and others from the system one by one. The limit begins at 128 KB and
 grows up to 32 MB with the blocks that are freed. A prompt's hidden states then lie in the heap, between buffers that
@@ -20,6 +20,8 @@ from contextlib import contextmanager
 BLOCK_BYTES = 24 << 20
 #: behind a prompt with hidden states of this size, what is free in the heap is given back: that takes 5 to 40 ms
 TRIMMED_BYTES = 4 << 20
+#: the same while weights are repacked, a few times in a process's life
+_REPACKED_BYTES = 1 << 20
 #: glibc's greatest limit, to which that of a process that frees large blocks grows by itself
 _GREATEST = 32 << 20
 #: the limit's number, as in glibc's ``malloc.h``
@@ -34,6 +36,29 @@ def _glibc() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(None)
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+
+
+@contextmanager
+def repacking() -> Iterator[None]:
+    """Take large blocks from the system in a ``with`` block in which weights are repacked, and give back what is freed
+    behind it; :func:`give_back` does so within."""
+    library = _glibc()
+    if library is None:
+        yield
+        return
+    library.mallopt(_MMAP_THRESHOLD, _REPACKED_BYTES)
+    try:
+        yield
+    finally:
+        library.mallopt(_MMAP_THRESHOLD, _GREATEST)
+        library.malloc_trim(0)
+
+
+def give_back() -> None:
+    """Give what is free in the heap back to the system."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
 
 
 @contextmanager

@@ -182,7 +182,7 @@ class PackedFiles:
 
     def names_beside(self, packed: Iterator[str]) -> set[str]:
         """Return the names of the tensors that are no part of these packed weights."""
-        parts = {f"{name}.{part}" for name in packed for part in ("quants", "scales", "zeros")}
+        parts = {f"{name}.{part}" for name in packed for part in ("quants", "scales", "zeros", "order")}
         return set(self.entries) - parts
 
     @property

@@ -19,7 +19,7 @@ from ..native import huge_pages, loader
 from ..options import MAX_BATCH, Options
 from ..patching.api import patch_with
 from ..patching.state import PatchState, state_of
-from ..quantization.formats import FORMATS, PackedWeight, padded
+from ..quantization.formats import FORMATS, PackedWeight, ReorderedWeight, padded
 from ..replacing.quantizing import Replaced, free_originals, places_of
 from .file_index import AGAIN
 from .files import PackedFiles, not_persistent
@@ -205,6 +205,8 @@ def _weights_differences(model: nn.Module, files: PackedFiles) -> Iterator[str]:
         }
         if format.has_zeros:
             shapes["zeros"] = ("uint8", shapes["scales"][1])
+        if f"{name}.order" in files.entries:
+            shapes["order"] = ("int32", [sizes[0]])
         for part, (dtype, shape) in shapes.items():
             entry = files.entries.get(f"{name}.{part}")
             if entry is None:
@@ -247,7 +249,7 @@ class _Loading:
 
     def __init__(self, model: nn.Module, files: PackedFiles, device: torch.device):
         self._model, self._files, self.device = model, files, device
-        self._weights: dict[str, PackedWeight] = {}
+        self._weights: dict[str, PackedWeight | ReorderedWeight] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._before: list[tuple[dict, str, Any]] = []
 
@@ -255,10 +257,25 @@ class _Loading:
         """Read all tensors."""
         header = self._files.header
         for names in header.joined:
+            order: torch.Tensor | None = None
             for name, weight in zip(names, self._read_joined(names)):
-                self._weights[name] = weight
+                order = self._order_of(name, order)
+                self._weights[name] = weight if order is None else ReorderedWeight(weight, order)
         for name in self._files.names_beside(iter(header.weights)):
             self._tensors[name] = self._files.read(name).to(self.device, copy=True)
+
+    def _order_of(self, name: str, before: torch.Tensor | None) -> torch.Tensor | None:
+        """Read the order of a weight's inputs, or return the tensor that the weight before has for the same one.
+
+        Raises:
+            ValueError: the order names an input twice or not at all.
+        """
+        if f"{name}.order" not in self._files.entries:
+            return None
+        order = self._files.read(f"{name}.order").to(self.device, copy=True)
+        if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device, dtype=order.dtype)):
+            raise ValueError(f"load_packed(): {name}.order is no permutation of {len(order)} inputs: save it again")
+        return before if before is not None and torch.equal(before, order) else order
 
     def _read_joined(self, names: list[str]) -> list[PackedWeight]:
         """Read packed weights into memory behind each other."""

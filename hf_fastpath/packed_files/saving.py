@@ -69,7 +69,9 @@ def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: 
         tensors |= {f"{name}.quants": module.quants, f"{name}.scales": module.scales}
         if module.zeros is not None:
             tensors[f"{name}.zeros"] = module.zeros
-    inside = {f"{name}.{part}" for name in packed for part in ("quants", "scale_bits", "zeros")}
+        if module.order is not None:
+            tensors[f"{name}.order"] = module.order
+    inside = {f"{name}.{part}" for name in packed for part in ("quants", "scale_bits", "zeros", "order")}
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     seen: dict[int, str] = {}
     tied: dict[str, str] = {}

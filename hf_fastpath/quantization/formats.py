@@ -12,7 +12,8 @@ import torch
 from ..choices import PackedFormat
 from ..packed_formats import BLOCK, FORMATS, STRETCHES, Format, padded
 
-__all__ = ["BLOCK", "FORMATS", "Format", "PackedWeight", "is_multiplier", "pack", "padded", "scale_dtype", "unpack"]
+__all__ = ["BLOCK", "FORMATS", "Format", "PackedWeight", "ReorderedWeight"]
+__all__ += ["is_multiplier", "pack", "padded", "scale_dtype", "unpack"]
 
 
 def scale_dtype(format: Format) -> torch.dtype:
@@ -121,6 +122,43 @@ class PackedWeight:
             values -= self.zeros.float()[..., None]
         values *= scales * self.multiplier
         return values.view(rows, -1)[:, : self.in_features].to(dtype)
+
+
+@dataclass(frozen=True)
+class ReorderedWeight:
+    """A quantized weight whose inputs lie in another order, so that those of a group are neighbors.
+
+    Attributes:
+        weight: the weight; its column ``i`` is for the input ``order[i]``.
+        order: int32 [in_features], a permutation. Weights of one input share the tensor if they have one order.
+    """
+
+    weight: PackedWeight
+    order: torch.Tensor
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.out_features
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.weight.tensors, self.order]
+
+    def rows(self, first: int, count: int) -> ReorderedWeight:
+        """Return a weight of so many output features, as views."""
+        return ReorderedWeight(self.weight.rows(first, count), self.order)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the weights, [out_features, in_features], in the order of the inputs."""
+        return self.weight.dequantize(dtype)[:, self.order.argsort()]
 
 
 def _in_words(format: Format, quants: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,11 @@ from ..decode.ranks.rank_calls import style_of
 from ..decode.sources.step_source import StepSource
 from ..linears.checkpoints import family_of
 from ..linears.packed_linear import PackedLinear
-from ..native import loader
+from ..native import heap, loader
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
 from ..progress import announced, counted
-from ..quantization.formats import FORMATS, Format, unpack
+from ..quantization.formats import FORMATS, Format, PackedWeight, ReorderedWeight
 from ..quantization.quantizer import quantize
 from ..reasons import class_name, explained, named
 from ..registry import PLAIN_TENSORS
@@ -33,13 +33,13 @@ class Replaced:
         original: the layer; if we have quantized its weight, that lies in host memory now unless another module has it.
         packed: the layer that took its place.
         places: (parent, name) of every place that the layer had.
-        restore: makes the layer's tensors again of the quants, where these are not kept twice.
+        restore: makes the layer's tensors again of the packed weight, where these are not kept twice.
     """
 
     original: nn.Module
     packed: PackedLinear
     places: list[tuple[nn.Module, str]]
-    restore: Callable[[nn.Module, torch.Tensor], None] | None = None
+    restore: Callable[[nn.Module, PackedWeight | ReorderedWeight], None] | None = None
 
     def undo(self, elsewhere: Sequence[tuple[nn.Module, str]] = ()) -> None:
         """Put the layer back, with its weight on the device of the quantized one.
@@ -48,9 +48,10 @@ class Replaced:
             elsewhere: (parent, name) of every place that the quantized layer has now: PEFT's ``unload()`` moves layers.
         """
         if self.restore is not None:
-            packed = self.packed.packed
             with torch.inference_mode(False), torch.no_grad():
-                self.restore(self.original, unpack(packed.format, packed.quants)[:, : packed.in_features])
+                self.restore(self.original, self.packed.packed)
+            if self.packed.quants.device.type == "cpu":
+                heap.give_back()
         tensors = [*self.original.parameters(), *self.original.buffers()]
         device = self.packed.quants.device
         for tensor in tensors:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .. import structural
+from .. import logs, structural
 from ..architecture import architectures
 from ..compat import INSIDE_ADAPTER, adapter_modules, hook_of, placement
 from ..decode.model.structure import ModelPart
@@ -20,14 +21,17 @@ from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
 from ..linears.checkpoints import IntWeight, TableWeight, family_of, note
 from ..linears.packed_linear import PackedLinear
-from ..native import loader
+from ..native import heap, loader
 from ..ops import packed_gemv
 from ..progress import counted
-from ..quantization.formats import FORMATS, Format, PackedWeight, pack, padded
+from ..quantization.formats import FORMATS, Format, PackedWeight, ReorderedWeight, pack, padded
 from .quantizing import Replaced, places_of
+from .rewriting import Restoring, Rewriting
 
-#: gets layers of one input; gives those that are replaced, each with the layer that takes its place
-Packing = Callable[[list[nn.Module]], list[tuple[nn.Module, PackedLinear]]]
+#: a layer that is replaced, the layer that takes its place, and what makes its tensors again
+Packed = tuple[nn.Module, PackedLinear, Rewriting | None]
+#: gets layers of one input; gives those that are replaced
+Packing = Callable[[list[nn.Module]], list[Packed]]
 #: quants, scales and zeros as a format has them; zeros are None if it has none
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 #: scales that are not float16 are brought below 2 ** this by the multiplier
@@ -59,7 +63,7 @@ def format_for(bits: int, group: int, in_features: int, has_zeros: bool, zeros_f
         bits, group: of the quants, as of :class:`..linears.checkpoints.IntWeight`.
         in_features: weights of a row.
         has_zeros: whether a zero point is not 0.
-        zeros_fit: whether all zero points are numbers of four bits.
+        zeros_fit: whether all zero points are numbers of four bits, or of as many as quants have if these are eight.
         steps_fit: whether all quants less their zero points are numbers of eight bits.
 
     Raises:
@@ -69,15 +73,14 @@ def format_for(bits: int, group: int, in_features: int, has_zeros: bool, zeros_f
     def groups_fit(format: Format) -> bool:
         return group >= in_features or group % format.group == 0
 
-    int4, int4_g32, int8 = FORMATS["int4"], FORMATS["int4_g32"], FORMATS["int8"]
     if bits <= 4:
-        if zeros_fit and groups_fit(int4):
-            return int4
-        if groups_fit(int4_g32) and not has_zeros:
-            return int4_g32
-    elif bits == 8 and groups_fit(int8) and steps_fit:
-        return int8
-    raise NoCounterpart("quantized_format")
+        fits = {"int4": zeros_fit, "int4_g32": not has_zeros, "int4_g32_zeros": zeros_fit}
+    else:
+        fits = {"int8": bits == 8 and steps_fit, "int8_g32_zeros": bits == 8 and zeros_fit}
+    found = next((name for name, fits_so in fits.items() if fits_so and groups_fit(FORMATS[name])), None)
+    if found is None:
+        raise NoCounterpart("quantized_format")
+    return FORMATS[found]
 
 
 def counterpart(weight: IntWeight | TableWeight) -> Format:
@@ -92,7 +95,7 @@ def counterpart(weight: IntWeight | TableWeight) -> Format:
             raise NoCounterpart("quantized_format")
         check_blocks(weight.block, weight.quants.shape[1], found)
         return found
-    steps_fit = weight.bits == 8
+    steps_fit, most = weight.bits == 8, 8 if weight.bits <= 4 else 128
     if steps_fit:
         steps = weight.quants - _of_columns(weight.zeros, weight)
         steps_fit = -128 <= int(steps.min()) and int(steps.max()) <= 127  # -128 too, which only our quantizer avoids
@@ -101,7 +104,7 @@ def counterpart(weight: IntWeight | TableWeight) -> Format:
         weight.group,
         weight.quants.shape[1],
         bool(weight.zeros.any()),
-        -8 <= int(weight.zeros.min()) and int(weight.zeros.max()) <= 7,
+        -most <= int(weight.zeros.min()) and int(weight.zeros.max()) < most,
         steps_fit,
     )
 
@@ -141,21 +144,21 @@ def _packed(weight: IntWeight | TableWeight, format: Format, multiplier: float) 
     if isinstance(weight, TableWeight):
         return _packed_table(weight, format)
     zeros = _of_groups(weight.zeros, weight, format)
-    if format.bits == 8:
+    if format.bits == 8 and not format.has_zeros:
         quants, rest = weight.quants - _of_columns(weight.zeros, weight), 0
     else:
-        zeros = zeros + 8
-        quants, rest = weight.quants + 8, int(format.zero)
+        half = 1 << (format.bits - 1)
+        zeros, quants, rest = zeros + half, weight.quants.view(torch.uint8) + half, int(format.zero)
     width = padded(weight.quants.shape[1])
     padding = (0, width - quants.shape[1])
     if format.has_zeros:  # padding has the zero point of its group
-        whole = zeros.repeat_interleave(format.group, dim=1)
+        whole = zeros.to(torch.uint8).repeat_interleave(format.group, dim=1)
         whole[:, : quants.shape[1]] = quants
         quants = whole
     else:
         quants = functional.pad(quants, padding, value=rest)
     scales = (_of_groups(weight.scales, weight, format).double() / multiplier).half()
-    as_bytes = quants.to(torch.int8).view(torch.uint8)
+    as_bytes = (quants.to(torch.int8) if quants.dtype == torch.int16 else quants).view(torch.uint8)
     of_groups = zeros.to(torch.uint8).contiguous() if format.has_zeros else None
     return pack(format, as_bytes), scales.contiguous(), of_groups
 
@@ -173,15 +176,45 @@ def _multiplier(weights: list[IntWeight | TableWeight]) -> float:
     return 1.0 if is_held or not largest else 2.0 ** (math.frexp(largest)[1] - _LARGEST_SCALE)
 
 
-def repacked(weights: list[IntWeight | TableWeight]) -> list[PackedWeight]:
-    """Repack weights of the same input; they lie behind each other in memory if one format holds all of them.
+def _shared_orders(weights: list[IntWeight | TableWeight]) -> list[torch.Tensor | None]:
+    """Return each weight's order of inputs as int32; those that are alike are one tensor."""
+    made: list[torch.Tensor] = []
+
+    def shared(order: torch.Tensor | None) -> torch.Tensor | None:
+        if order is None:
+            return None
+        found = next((each for each in made if torch.equal(each, order)), None)
+        if found is None:
+            made.append(found := order.to(torch.int32))
+        return found
+
+    return [shared(each.order if isinstance(each, IntWeight) else None) for each in weights]
+
+
+def repacked(weights: list[IntWeight | TableWeight]) -> list[PackedWeight | ReorderedWeight]:
+    """Repack weights of the same input.
+
+    Returns:
+        Weights that lie behind each other in memory if one format holds all of them, and that share one order of inputs
+        if theirs are alike.
+
+    Raises:
+        NoCounterpart: no format holds one of the weights.
+    """
+    orders = _shared_orders(weights)
+    made = zip(_repacked(weights), orders)
+    return [weight if order is None else ReorderedWeight(weight, order) for weight, order in made]
+
+
+def _repacked(weights: list[IntWeight | TableWeight]) -> list[PackedWeight]:
+    """Repack weights in the order in which their inputs are.
 
     Raises:
         NoCounterpart: no format holds one of the weights.
     """
     formats = [counterpart(weight) for weight in weights]
     if len(set(formats)) > 1:
-        return [each for weight in weights for each in repacked([weight])]
+        return [each for weight in weights for each in _repacked([weight])]
     format, in_features = formats[0], weights[0].quants.shape[1]
     multiplier = _multiplier(weights)
     tensors = zip(*(_packed(weight, format, multiplier) for weight in weights))
@@ -208,12 +241,13 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
     part = next(filter(None, (model_part(architecture, model) for architecture in known)), None)
     if part is not None and part.other_reason() is not None:
         return
-    first, packed = len(replaced), functools.partial(_packed_alike, dtype=model.dtype)
+    first, packed, start = len(replaced), functools.partial(_packed_alike, dtype=model.dtype), time.monotonic()
     try:
-        if part is None or adapter_modules(model):
-            _repack_modules(model, replaced, quiet, packed)
-        else:
-            repack_layers(part, replaced, quiet, packed)
+        with heap.repacking():
+            if part is None or adapter_modules(model):
+                _repack_modules(model, replaced, quiet, packed)
+            else:
+                repack_layers(part, replaced, quiet, packed)
     except NoCounterpart as found:
         while len(replaced) > first:
             replaced.pop().undo()
@@ -223,6 +257,20 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
                 note(module, reason)
         return
     _remove_hooks(model, hooks)
+    if not quiet and len(replaced) > first:
+        logs.say(_announcement(replaced[first:], time.monotonic() - start))
+
+
+def _announcement(done: list[Replaced], seconds: float) -> str:
+    """Return a line on what was repacked as what, with memory and time."""
+    counts = Counter(each.packed.format.name for each in done)
+    formats = ", ".join(f"{count} as {name}" for name, count in counts.most_common())
+    size = sum(tensor.nbytes for each in done for tensor in each.packed.packed.tensors) / 1e9
+    back = (
+        "their bytes are made again by unpatch()" if all(each.restore for each in done) else "theirs are kept as well"
+    )
+    took = f"hf_fastpath: layers of the checkpoint repacked in {seconds:.1f} s"
+    return f"{took}: {formats}; {size:.2f} GB, {back}"
 
 
 def repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool, packed: Packing) -> None:
@@ -259,23 +307,30 @@ def _repack_modules(model: nn.Module, replaced: list[Replaced], quiet: bool, pac
 
 
 def _put(
-    made: list[tuple[nn.Module, PackedLinear]],
+    made: list[Packed],
     places: dict[int, list[tuple[nn.Module, str]]],
     replaced: list[Replaced],
 ) -> None:
-    for linear, packed in made:
+    for linear, packed, rewriting in made:
         done = Replaced(linear, packed, places[id(linear)])
         for parent, name in done.places:
             parent._modules[name] = packed
         replaced.append(done)
         family = family_of(linear)
         if family is not None and family.release is not None and not packed.is_described:
+            assert family.restore is not None, "what frees can give back"
             with torch.inference_mode(False):
                 family.release(linear)
-            done.restore = family.restore
+            done.restore = Restoring(family.restore)
+        elif rewriting is not None:
+            done.restore = rewriting
+            with torch.inference_mode(False), torch.no_grad():
+                rewriting.release(linear, packed.packed)
+    if any(packed.quants.device.type == "cpu" for _, packed, _ in made):
+        heap.give_back()
 
 
-def _packed_alike(linears: list[nn.Module], dtype: torch.dtype) -> list[tuple[nn.Module, PackedLinear]]:
+def _packed_alike(linears: list[nn.Module], dtype: torch.dtype) -> list[Packed]:
     """Repack those of some layers of one input that a package's checkpoint brought.
 
     Raises:
@@ -288,13 +343,17 @@ def _packed_alike(linears: list[nn.Module], dtype: torch.dtype) -> list[tuple[nn
     for linear, family in found:
         _check_calls(linear, family.package)
     with torch.no_grad():
-        weights = repacked([family.read(linear) for linear, family in found])
-    made = []
-    for (linear, _), weight in zip(found, weights):
+        read = [family.read(linear) for linear, family in found]
+        weights = repacked(read)
+    made: list[Packed] = []
+    for (linear, family), whole, weight in zip(found, read, weights):
         bias = getattr(linear, "bias", None)
         if bias is not None and (not isinstance(bias, nn.Parameter) or bias.dtype != dtype):
             bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-        made.append((linear, PackedLinear(weight, bias, dtype).train(linear.training)))
+        rewriting = None
+        if family.written is not None and isinstance(whole, IntWeight):
+            rewriting = Rewriting.of(family.written, whole, weight)
+        made.append((linear, PackedLinear(weight, bias, dtype).train(linear.training), rewriting))
     return made
 
 

@@ -20,7 +20,7 @@ from ..errors import NoCounterpart
 from ..linears.packed_linear import PackedLinear
 from ..quantization.formats import FORMATS, Format, PackedWeight, padded, scale_dtype
 from .quantizing import Replaced
-from .repacking import check_blocks, format_for, repack_layers
+from .repacking import Packed, check_blocks, format_for, repack_layers
 
 #: features of a layer that stands for all layers while only a scheme is asked about
 _SOME_FEATURES = 4096
@@ -49,7 +49,7 @@ class Scheme:
             NoCounterpart: there is none.
         """
         group = in_features if self.group == -1 else self.group
-        return format_for(self.bits, group, in_features, self.has_zeros, self.bits <= 4, not self.has_zeros)
+        return format_for(self.bits, group, in_features, self.has_zeros, True, not self.has_zeros)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,6 @@ def _but(names: Sequence[str] | None, lm_head: bool = False) -> Callable[[str, s
 def _gptq(given: Mapping[str, Any]) -> list[Scheme]:
     bits, group = given.get("bits"), given.get("group_size", 128)
     _need(bits in (2, 4, 8) and not given.get("dynamic"))
-    _need(not given.get("desc_act") or group == -1, "quantized_order")
     return [Scheme(bits, group, not given.get("sym", True), _but(None, bool(given.get("lm_head"))))]
 
 
@@ -119,7 +118,6 @@ def _compressed(given: Mapping[str, Any]) -> list[Scheme]:
         _need(each.get("input_activations") is None and each.get("output_activations") is None)
         _need((each.get("format") or given.get("format")) == "pack-quantized")
         _need(how.get("type", "int") == "int" and how.get("num_bits") in (4, 8))
-        _need(str(how.get("actorder") or "").lower() not in ("group", "dynamic", "true"), "quantized_order")
         size = how.get("group_size")
         strategy = how.get("strategy") or ("group" if size not in (None, -1) else "channel")
         _need(strategy in ("group", "channel", "tensor"))
@@ -167,6 +165,10 @@ def _bitsandbytes(given: Mapping[str, Any]) -> list[TableScheme]:
     return [TableScheme(name, _BITSANDBYTES_BLOCK, _but(given.get("llm_int8_skip_modules")))]
 
 
+def _rounds_inputs(given: Mapping[str, Any]) -> list[Scheme]:
+    raise NoCounterpart("quantized_activations")
+
+
 #: methods whose weights our formats hold -> what reads their config
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Sequence[Scheme | TableScheme]]] = {
     "gptq": _gptq,
@@ -174,6 +176,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Sequence[Scheme | TableScheme]
     "compressed-tensors": _compressed,
     "torchao": _torchao,
     "bitsandbytes_4bit": _bitsandbytes,
+    "bitsandbytes_8bit": _rounds_inputs,
 }
 
 
@@ -207,8 +210,8 @@ def repack_empty(model: nn.Module, schemes: Sequence[Scheme | TableScheme]) -> s
     names = {id(module): name for name, module in model.named_modules()}
     formats: set[str] = set()
 
-    def packed(linears: list[nn.Module]) -> list[tuple[nn.Module, PackedLinear]]:
-        made = []
+    def packed(linears: list[nn.Module]) -> list[Packed]:
+        made: list[Packed] = []
         for linear in linears:
             name, kind = names[id(linear)], type(linear).__name__
             scheme = next((each for each in schemes if each.covers(name, kind)), None)
@@ -217,7 +220,7 @@ def repack_empty(model: nn.Module, schemes: Sequence[Scheme | TableScheme]) -> s
                 formats.add(weight.format.name)
                 layer = PackedLinear(weight, linear.bias)
                 layer.is_described = True
-                made.append((linear, layer))
+                made.append((linear, layer, None))
         return made
 
     _check_experts(part, schemes, names)

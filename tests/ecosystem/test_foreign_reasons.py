@@ -149,11 +149,15 @@ def torchao(directory: Path) -> nn.Module:
     return load(directory, quantization_config=TorchAoConfig(library.Int8DynamicActivationInt8WeightConfig()))
 
 
-#: what quantizes -> the model, and the class that is named
+#: what quantizes -> the model, the class that is named, and the code
 QUANTIZED = {
-    "quanto": (quanto, "optimum.quanto."),
-    "bitsandbytes, 8 bits": (lambda d: bitsandbytes(d, load_in_8bit=True), "bitsandbytes.nn.modules.Linear8bitLt"),
-    "torchao with activations": (torchao, "torchao.quantization."),
+    "quanto": (quanto, "optimum.quanto.", "quantized_format"),
+    "bitsandbytes, 8 bits": (
+        lambda d: bitsandbytes(d, load_in_8bit=True),
+        "bitsandbytes.nn.modules.Linear8bitLt",
+        "quantized_activations",
+    ),
+    "torchao with activations": (torchao, "torchao.quantization.", "quantized_activations"),
 }
 
 
@@ -175,22 +179,22 @@ def about_other_things(text: str) -> bool:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_weights_get_one_true_reason(name, tmp_path):
     """And no advice about types, adapters or devices; verify() compares what is patched."""
-    make, named = QUANTIZED[name]
+    make, named, code = QUANTIZED[name]
     build("llama", **SIZES).save_pretrained(tmp_path)
     model = hf_fastpath.patch(make(tmp_path), quiet=True)
     _, reasons, report = generated(model)
-    assert set(reasons) == {"quantized_format"} and named in report and not about_other_things(report), report
-    assert REASONS["quantized_format"].remedy in report
+    assert set(reasons) == {code} and named in report and not about_other_things(report), report
+    assert REASONS[code].remedy in report
     result = hf_fastpath.verify(model, prompt(CPU), max_new_tokens=4)
-    assert result.ok and result.stock_loop.startswith("quantized_format")
+    assert result.ok and result.stock_loop.startswith(code)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_recorded_model_of_quantized_weights_is_refused_by_name(name, tmp_path):
-    make, named = QUANTIZED[name]
+    make, named, code = QUANTIZED[name]
     small_model("glm4").save_pretrained(tmp_path)
     model = make(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"Glm4ForCausalLM \(glm4\): quantized_format") as caught:
+    with pytest.raises(UnsupportedModelError, match=rf"Glm4ForCausalLM \(glm4\): {code}") as caught:
         hf_fastpath.patch(model, quiet=True)
     text = str(caught.value)
     assert named in text and not is_cut(text) and not about_other_things(text)

@@ -43,8 +43,16 @@ def projections(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if name.endswith("_proj")]
 
 
-def in_groups(weight: torch.Tensor, bits: int, group: int | None, symmetric: bool):
-    """Return numbers from 0 up [out, in], zeros and float16 scales [out, groups], and the weights they stand for."""
+def in_groups(weight: torch.Tensor, bits: int, group: int | None, symmetric: bool, order: torch.Tensor | None = None):
+    """Return numbers from 0 up [out, in], zeros and float16 scales [out, groups], and the weights they stand for.
+
+    Args:
+        order: the inputs, those of a group beside each other; None: as they are.
+    """
+    if order is not None:
+        numbers, zeros, scales, weights = in_groups(weight[:, order], bits, group, symmetric)
+        back = order.argsort()
+        return numbers[:, back], zeros, scales, weights[:, back]
     grouped = weight.float().view(len(weight), -1, group or weight.shape[1])
     if symmetric:
         scales = grouped.abs().amax(-1) / (2 ** (bits - 1) - 0.5)
@@ -84,13 +92,19 @@ def assert_repacked(model: nn.Module, weights: dict[str, torch.Tensor], format: 
 # ---- compressed-tensors ------------------------------------------------------------------------------------
 
 
-def save_compressed(directory: Path, bits: int, group: int | None, symmetric: bool) -> dict[str, torch.Tensor]:
+def save_compressed(
+    directory: Path, bits: int, group: int | None, symmetric: bool, actorder: str | None = None
+) -> dict[str, torch.Tensor]:
     """Let the package write a checkpoint; return what its weights stand for, by layer."""
     quantization = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
     compressors = pytest.importorskip("compressed_tensors.compressors")
     model, weights = small(), {}
     how = quantization.QuantizationArgs(
-        num_bits=bits, symmetric=symmetric, strategy="group" if group else "channel", group_size=group
+        num_bits=bits,
+        symmetric=symmetric,
+        strategy="group" if group else "channel",
+        group_size=group,
+        actorder=actorder,
     )
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=how, format="pack-quantized")
     config = quantization.QuantizationConfig(
@@ -111,17 +125,21 @@ def save_compressed(directory: Path, bits: int, group: int | None, symmetric: bo
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "symmetric", "format"),
+    ("bits", "group", "symmetric", "actorder", "format"),
     (
-        (4, 128, True, "int4"),
-        (4, 128, False, "int4"),
-        (4, 32, True, "int4_g32"),
-        (8, None, True, "int8"),
-        (8, 128, True, "int8"),
+        (4, 128, True, None, "int4"),
+        (4, 128, False, None, "int4"),
+        (4, 32, True, None, "int4_g32"),
+        (4, 64, False, None, "int4_g32_zeros"),
+        (4, None, False, None, "int4"),
+        (8, None, True, None, "int8"),
+        (8, 128, True, "weight", "int8"),
+        (8, 32, False, None, "int8_g32_zeros"),
+        (8, 64, True, "weight", "int8_g32_zeros"),
     ),
 )
-def test_compressed_tensors(bits, group, symmetric, format, tmp_path):
-    weights = save_compressed(tmp_path, bits, group, symmetric)
+def test_compressed_tensors(bits, group, symmetric, actorder, format, tmp_path):
+    weights = save_compressed(tmp_path, bits, group, symmetric, actorder)
     try:
         model = load(tmp_path)
     except RuntimeError as error:
@@ -311,7 +329,7 @@ def words(numbers: torch.Tensor, order=range(8)) -> torch.Tensor:
     return torch.where(made >= 2**31, made - 2**32, made).to(torch.int32)
 
 
-def save_gptqmodel(directory: Path, method: str, desc_act: bool = False) -> dict[str, torch.Tensor]:
+def save_gptqmodel(directory: Path, method: str, desc_act: bool = False, group: int = 128) -> dict[str, torch.Tensor]:
     """Write a float16 checkpoint by the formats' descriptions; return what its weights stand for, by layer."""
     pytest.importorskip("gptqmodel", reason="gptqmodel is not installed, which transformers loads GPTQ and AWQ with")
     pytest.importorskip("optimum", reason="optimum is not installed, which transformers loads GPTQ with")
@@ -319,11 +337,12 @@ def save_gptqmodel(directory: Path, method: str, desc_act: bool = False) -> dict
     model.save_pretrained(directory)
     tensors, weights = load_file(directory / "model.safetensors"), {}
     for name in projections(model):
-        numbers, zeros, scales, weights[name] = in_groups(tensors.pop(f"{name}.weight"), 4, 128, method == "gptq")
+        weight = tensors.pop(f"{name}.weight")
+        order = torch.randperm(weight.shape[1]) if desc_act else torch.arange(weight.shape[1])
+        numbers, zeros, scales, weights[name] = in_groups(weight, 4, group, method == "gptq", order)
         tensors[f"{name}.scales"] = scales.t().contiguous()
         if method == "gptq":
-            groups = torch.arange(numbers.shape[1]) // 128
-            tensors[f"{name}.g_idx"] = (groups.flip(0) if desc_act else groups).int()
+            tensors[f"{name}.g_idx"] = (order.argsort() // group).int()
             tensors[f"{name}.qweight"] = words(numbers).t().contiguous()
             tensors[f"{name}.qzeros"] = words((zeros - 1).t().contiguous())
         else:
@@ -331,26 +350,26 @@ def save_gptqmodel(directory: Path, method: str, desc_act: bool = False) -> dict
             tensors[f"{name}.qzeros"] = words(zeros.t().contiguous(), AWQ_ORDER)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    how = dict(quant_method=method, bits=4, group_size=128, desc_act=desc_act)
+    how = dict(quant_method=method, bits=4, group_size=group, desc_act=desc_act)
     how |= dict(sym=True, checkpoint_format="gptq") if method == "gptq" else dict(zero_point=True, version="gemm")
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
     return weights
 
 
-@pytest.mark.parametrize("method", ("gptq", "awq"))
-def test_gptqmodel(method, tmp_path):
-    weights = save_gptqmodel(tmp_path, method)
+@pytest.mark.parametrize(
+    ("method", "desc_act", "group", "format"),
+    (
+        ("gptq", False, 128, "int4"),
+        ("gptq", True, 128, "int4"),
+        ("gptq", True, 32, "int4_g32"),
+        ("awq", False, 128, "int4"),
+        ("awq", False, 32, "int4_g32_zeros"),
+    ),
+)
+def test_gptqmodel(method, desc_act, group, format, tmp_path):
+    weights = save_gptqmodel(tmp_path, method, desc_act, group)
     assert explain(str(tmp_path)).fast
-    assert_repacked(load(tmp_path, device_map="cpu"), weights, "int4")
-
-
-def test_activation_order_keeps_running(tmp_path):
-    save_gptqmodel(tmp_path, "gptq", desc_act=True)
-    model, ids = load(tmp_path, device_map="cpu"), prompt(CPU)
-    expected = model.generate(ids, **SHORT)
-    hf_fastpath.patch(model, quiet=True)
-    assert hf_fastpath.report(model).loop == "quantized_order"
-    assert torch.equal(model.generate(ids, **SHORT), expected)
+    assert_repacked(load(tmp_path, device_map="cpu"), weights, format)
 
 
 # ---- around them -------------------------------------------------------------------------------------------
@@ -389,7 +408,7 @@ def test_quantizing_again_is_refused_and_leaves_it(tmp_path):
 def test_one_layer_without_a_counterpart_leaves_all(tmp_path):
     save_compressed(tmp_path, 4, 128, True)
     model = load(tmp_path)
-    odd = model.model.layers[1].mlp.down_proj
+    odd = model.model.layers[1].mlp.down_proj  # all of its inputs are one group
     odd.register_parameter("weight_g_idx", nn.Parameter(torch.zeros(384, dtype=torch.int32), requires_grad=False))
     modules, hooks = dict(model.named_modules()), dict(model._forward_pre_hooks)
     hf_fastpath.patch(model, quiet=True)

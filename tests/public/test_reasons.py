@@ -126,6 +126,14 @@ def of_a_checkpoint(**attributes) -> set[str]:
     return declined(model)
 
 
+def of_class(name: str, package: str) -> set[str]:
+    """Make a projection of another package's class before patch() looks at the model."""
+    model = build("llama")
+    cls = type(name, (nn.Linear,), {"__module__": f"{package}.somewhere", "forward": asking})
+    model.model.layers[0].mlp.down_proj = cls(204, 112, bias=False)
+    return declined(model)
+
+
 def of_short_blocks() -> set[str]:
     """Make a projection as bitsandbytes makes it, with a scale for each 32 weights."""
     model, layer = build("llama"), Linear4bit(torch.randn(112, 204), "nf4", 32)
@@ -379,6 +387,9 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "compressed_tensors": lambda: of_package("compressed_tensors.linear.compressed_linear"),
     "quantized_format": lambda: of_a_checkpoint(bits=3),
     "quantized_blocks": of_short_blocks,
+    "quantized_activations": lambda: of_class("Linear8bitLt", "bitsandbytes"),
+    "quantized_fp8": lambda: of_package("transformers.integrations.finegrained_fp8", "down_proj"),
+    "quantized_kernel": lambda: of_class("MarlinLinear", "gptqmodel"),
     "quantized_in_use": lambda: of_a_checkpoint(linear_mode="inference"),
     "quantized_order": lambda: of_a_checkpoint(qweight=torch.zeros(1)),
     "unsupported_projection": unsupported_projection,
@@ -514,6 +525,9 @@ NAMES = {
     "quantized_format": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "quantized_order": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "quantized_blocks": "model.layers.0.mlp.down_proj: bitsandbytes.somewhere.Linear4bit",
+    "quantized_activations": "model.layers.0.mlp.down_proj: bitsandbytes.somewhere.Linear8bitLt",
+    "quantized_fp8": "model.layers.0.mlp.down_proj: transformers.integrations.finegrained_fp8.Linear",
+    "quantized_kernel": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.MarlinLinear",
     "quantized_in_use": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "unsupported_config": "sliding_window=1",
     "instance_forward": "model.layers.0.mlp: LlamaMLP, forward is test_reasons.instance_forward",

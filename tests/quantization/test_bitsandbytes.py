@@ -146,7 +146,7 @@ def of_eight_bits(layer):
         (infinite, "quantized_format"),
         (other_table, "quantized_format"),
         (not_quantized, "quantized_format"),
-        (of_eight_bits, "quantized_format"),
+        (of_eight_bits, "quantized_activations"),
     ),
 )
 def test_what_has_no_counterpart_says_why(change, reason):

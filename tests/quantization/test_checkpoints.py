@@ -15,9 +15,10 @@ from hf_fastpath.errors import NoCounterpart
 from hf_fastpath.linears.checkpoints import FAMILIES, family_of
 from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.ops.packed_gemv import SPEC
-from hf_fastpath.quantization import PackedWeight
+from hf_fastpath.quantization import PackedWeight, ReorderedWeight
 from hf_fastpath.reasons import REASONS
 from hf_fastpath.replacing.repacking import repacked
+from hf_fastpath.replacing.rewriting import Rewriting
 
 ROWS, COLUMNS = 24, 256
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -54,8 +55,17 @@ class Case:
         half = torch.full(shape, 1 << (bits - 1))
         self.zeros = half if symmetric else torch.randint(0, 1 << bits, shape)
         self.scales = (torch.rand(shape) * 0.02 + 0.001).to(dtype)
-        steps = self.numbers - self.zeros.repeat_interleave(self.group, 1)[:, :columns]
-        self.weight = steps * self.scales.float().repeat_interleave(self.group, 1)[:, :columns]
+        self.places = torch.arange(columns) // self.group
+        self.weight = self.stands_for()
+
+    def stands_for(self) -> torch.Tensor:
+        return (self.numbers - self.zeros[:, self.places]) * self.scales.float()[:, self.places]
+
+    def shuffled(self) -> Case:
+        """Let inputs of a group lie anywhere, as with activation order."""
+        self.places = self.places[torch.randperm(len(self.places))]
+        self.weight = self.stands_for()
+        return self
 
 
 def gptq(case: Case, version: int = 2, cls: str = "TorchLinear") -> nn.Module:
@@ -67,7 +77,7 @@ def gptq(case: Case, version: int = 2, cls: str = "TorchLinear") -> nn.Module:
     zeros = case.zeros if version == 2 else case.zeros - 1
     made.register_buffer("qzeros", packed_rows(zeros.t(), case.bits))
     made.register_buffer("scales", case.scales.t().contiguous())
-    made.register_buffer("g_idx", (torch.arange(made.in_features) // case.group).int())
+    made.register_buffer("g_idx", case.places.int())
     made.qzero_format = lambda: version
     return made
 
@@ -100,10 +110,18 @@ def compressed(case: Case, symmetric: bool = False, strategy: str = "group", pac
     hold("weight_packed", packed_rows(case.numbers, case.bits))
     hold("weight_scale", case.scales)
     hold("weight_shape", torch.tensor(case.numbers.shape))
+    if bool(case.places.diff().min() < 0) if len(case.places) > 1 else False:
+        hold("weight_g_idx", case.places.int())
     if not symmetric and packed_zeros:
         hold("weight_zero_point", packed_rows(case.zeros.t(), case.bits).t().contiguous())
     elif not symmetric:
         hold("weight_zero_point", (case.zeros - (1 << (case.bits - 1))).to(torch.int8))
+    return made
+
+
+def autoawq(case: Case) -> nn.Module:
+    made = awq(case)
+    made.__class__, made.w_bit = of_package("awq", "WQLinear_GEMM"), 4
     return made
 
 
@@ -137,6 +155,23 @@ def read(module: nn.Module):
         (gptq, dict(group=-1, columns=200), "int4"),
         (gptq, dict(bits=2, rows=32), "int4"),
         (gptq, dict(bits=8, symmetric=True), "int8"),
+        (gptq, dict(group=32), "int4_g32_zeros"),
+        (gptq, dict(group=64, columns=320), "int4_g32_zeros"),
+        (gptq, dict(group=96, columns=384), "int4_g32_zeros"),
+        (gptq, dict(bits=2, rows=32, group=32), "int4_g32_zeros"),
+        (gptq, dict(bits=8), "int8_g32_zeros"),
+        (gptq, dict(bits=8, group=32), "int8_g32_zeros"),
+        (gptq, dict(bits=8, group=64, symmetric=True, columns=352), "int8_g32_zeros"),
+        (gptq, dict(bits=8, group=-1, columns=200), "int8_g32_zeros"),
+        (awq, dict(group=32), "int4_g32_zeros"),
+        (awq, dict(group=64), "int4_g32_zeros"),
+        (autoawq, dict(), "int4"),
+        (autoawq, dict(group=32), "int4_g32_zeros"),
+        (compressed, dict(group=32, dtype=torch.bfloat16), "int4_g32_zeros"),
+        (lambda case: compressed(case, packed_zeros=False), dict(group=64), "int4_g32_zeros"),
+        (compressed, dict(bits=8, group=64), "int8_g32_zeros"),
+        (lambda case: compressed(case, symmetric=True), dict(symmetric=True, bits=8, group=32), "int8_g32_zeros"),
+        (torchao, dict(bits=8, group=128), "int8_g32_zeros"),  # zero points that take steps out of 8 bits
         (lambda case: gptq(case, version=1), dict(symmetric=True), "int4"),
         (awq, dict(), "int4"),
         (compressed, dict(), "int4"),
@@ -158,6 +193,60 @@ def test_the_same_weights_come_out(make, case, format):
     assert torch.equal(packed.dequantize(), case.weight)  # float16's and bfloat16's scales are held exactly
 
 
+@pytest.mark.parametrize("symmetric", (False, True), ids=("zeros", "symmetric"))
+@pytest.mark.parametrize("make", (lambda case: gptq(case), lambda case: compressed(case)), ids=("gptq", "compressed"))
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize(("group", "columns"), ((128, 640), (64, 448), (32, 352)))
+def test_inputs_in_the_order_of_their_activations(make, bits, symmetric, group, columns):
+    cases = [Case(bits, group, symmetric, rows=rows, columns=columns).shuffled() for rows in (8, 16)]
+    cases[1].places = cases[0].places
+    first, second = repacked([read(make(case)) for case in cases[:1]] + [read(make(cases[0]))])
+    assert isinstance(first, ReorderedWeight) and torch.equal(first.dequantize(), cases[0].weight)
+    assert second.order is first.order  # the input is gathered once
+    alone = repacked([read(make(Case(bits, group, symmetric, columns=columns).shuffled())), read(make(cases[0]))])
+    assert alone[0].order is not alone[1].order
+    layer = PackedLinear(first, None)
+    for rows in (1, 3, 40):
+        x = torch.randint(-2, 3, (rows, columns)).float()
+        exact = x.double() @ cases[0].weight.double().t()
+        torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("is_shuffled", (False, True), ids=("", "act_order"))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("make", ("gptq", "gptq_v1", "awq", "autoawq", "compressed", "compressed_symmetric"))
+@pytest.mark.parametrize(("bits", "group"), ((4, 128), (4, 32), (4, -1), (8, 128), (8, 64)))
+def test_tensors_are_freed_and_come_back(make, bits, group, dtype, is_shuffled):
+    """Bit for bit, those of which nothing was rounded."""
+    is_awq, symmetric = "awq" in make, make.endswith(("symmetric", "v1"))
+    if is_awq and (bits == 8 or is_shuffled) or group == -1 and is_shuffled:
+        pytest.skip("there is no such checkpoint")
+    case = Case(bits, group, symmetric, columns=384, dtype=dtype)
+    case = case.shuffled() if is_shuffled else case
+    makers = dict(gptq_v1=lambda case: gptq(case, 1), compressed_symmetric=lambda case: compressed(case, True))
+    layer = makers.get(make, globals().get(make))(case)
+    tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    before = {name: tensor.data.clone() for name, tensor in tensors.items()}
+    family, weight = family_of(layer), read(layer)
+    (made,) = repacked([weight])
+    rewriting = Rewriting.of(family.written, weight, made)
+    rewriting.release(layer, made)
+    large = {"qweight", "qzeros", "scales", "weight_packed", "weight_scale", "weight_zero_point"} & before.keys()
+    assert set(rewriting.names) == large and not any(tensors[name].numel() for name in large)
+    rewriting(layer, made)
+    for name, tensor in before.items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name].data, tensor), name
+
+
+def test_scales_that_were_rounded_are_kept():
+    layer = compressed(Case(dtype=torch.float32))
+    weight = read(layer)
+    (made,) = repacked([weight])
+    rewriting = Rewriting.of(family_of(layer).written, weight, made)
+    rewriting.release(layer, made)
+    assert set(rewriting.names) == {"weight_packed", "weight_zero_point"} and layer.weight_scale.numel()
+
+
 def test_float32_scales_are_rounded_to_float16():
     case = Case(dtype=torch.float32)
     (packed,) = repacked([read(compressed(case))])
@@ -174,13 +263,13 @@ def test_weights_of_one_input_lie_behind_each_other():
     assert [each.format.name for each in mixed] == ["int4", "int4_g32"]
 
 
-def act_order(case):
+def uneven_groups(case):
     made = gptq(case)
-    made.g_idx = made.g_idx.flip(0)
+    made.g_idx[0] = made.g_idx[-1]
     return made
 
 
-def grouped_activations(case):
+def one_group(case):
     made = compressed(case)
     made.register_parameter("weight_g_idx", nn.Parameter(torch.zeros(COLUMNS), requires_grad=False))
     return made
@@ -228,19 +317,19 @@ def zero_of_sixteen(case):
 @pytest.mark.parametrize(
     ("make", "case", "reason"),
     (
-        (act_order, dict(), "quantized_order"),
-        (grouped_activations, dict(), "quantized_order"),
+        (uneven_groups, dict(), "quantized_order"),
+        (one_group, dict(), "quantized_order"),
         (called, dict(), "quantized_in_use"),
         (quantized_activations, dict(), "quantized_format"),
         (float_quants, dict(), "quantized_format"),
         (with_adapter, dict(), "quantized_format"),
-        (activations_of_torchao, dict(), "quantized_format"),
-        (of_eight_bits, dict(), "quantized_format"),
+        (activations_of_torchao, dict(), "quantized_activations"),
+        (of_eight_bits, dict(), "quantized_activations"),
+        (lambda case: gptq(case, cls="ExllamaV2Linear"), dict(), "quantized_kernel"),
+        (lambda case: gptq(case, cls="MarlinLinear"), dict(), "quantized_kernel"),
         (zero_of_sixteen, dict(), "quantized_format"),
-        (gptq, dict(group=32), "quantized_format"),  # zero points for 32 weights
         (gptq, dict(group=16, symmetric=True), "quantized_format"),
-        (compressed, dict(bits=8, group=64), "quantized_format"),
-        (torchao, dict(bits=8, group=128), "quantized_format"),  # zero points that take steps out of 8 bits
+        (compressed, dict(bits=8, group=16), "quantized_format"),
     ),
 )
 def test_what_has_no_counterpart_says_why(make, case, reason):
@@ -257,13 +346,11 @@ def test_scales_that_are_not_finite_are_refused():
 
 
 def test_only_the_classes_that_are_known():
-    """ExLlama's layers have tensors of the same names and shapes in another order."""
-    assert family_of(gptq(Case(), cls="ExllamaV2Linear")) is None
     assert family_of(nn.Linear(4, 4)) is None
     made = gptq(Case())
     type(made).__module__ = "elsewhere"
     assert family_of(made) is None
-    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+    assert len({(family.name, family.package) for family in FAMILIES}) == len(FAMILIES)
 
 
 def test_products_take_minus_128(device):
@@ -276,6 +363,32 @@ def test_products_take_minus_128(device):
     x = torch.randint(-4, 5, (3, 384)).float()
     expected = x @ (case.numbers - 128).float().t()
     assert torch.equal(run(SPEC.overload, x=x.to(device), packed=layer.packed).cpu(), expected)
+
+
+@pytest.mark.parametrize("act_order", (False, True), ids=("", "act_order"))
+@pytest.mark.parametrize("symmetric", (False, True), ids=("zeros", "symmetric"))
+@pytest.mark.parametrize(("bits", "group"), ((4, 128), (4, 64), (4, 32), (4, -1), (8, 128), (8, 32)))
+def test_every_weight_of_gptq_is_that_of_the_package(bits, group, symmetric, act_order):
+    library = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch", reason="gptqmodel is not installed")
+    case = Case(bits, group, symmetric, columns=256)
+    made = gptq(case.shuffled() if act_order else case)
+    layer = library.TorchLinear(bits, group, symmetric, act_order, made.in_features, made.out_features)
+    for name, tensor in made.named_buffers():
+        setattr(layer, name, tensor)
+    layer.qzero_format(format=2)
+    (packed,) = repacked([read(layer)])
+    expected = library.PackableQuantLinear.dequantize_weight(layer)
+    assert expected.dtype == torch.float16 and torch.equal(packed.dequantize(torch.float16), expected.t())
+
+
+@pytest.mark.parametrize("group", (128, 64, 32, -1))
+def test_every_weight_of_awq_is_that_of_the_package(group):
+    library = pytest.importorskip("gptqmodel.quantization.awq.utils.packing_utils", reason="gptqmodel is not installed")
+    case = Case(4, group)
+    made = awq(case)
+    (packed,) = repacked([read(made)])
+    expected = library.dequantize_gemm(made.qweight, made.qzeros, made.scales, 4, case.group)
+    assert expected.dtype == torch.float16 and torch.equal(packed.dequantize(torch.float16), expected.t())
 
 
 def test_a_model_whose_head_is_quantized_too_decodes_fast():

@@ -106,9 +106,6 @@ def test_a_config_tells_what_the_layers_will(said, make, case):
 @pytest.mark.parametrize(
     ("said", "reason"),
     (
-        (of_gptq(desc_act=True), "quantized_order"),
-        (of_compressed(actorder="group"), "quantized_order"),
-        (of_compressed(actorder=True), "quantized_order"),
         (of_compressed(top=dict(sparsity_config=dict(format="sparse-24-bitmask"))), "quantized_format"),
         (of_gptq(bits=3), "quantized_format"),
         (of_gptq(dynamic={"-:.*down.*": {}}), "quantized_format"),
@@ -122,7 +119,7 @@ def test_a_config_tells_what_the_layers_will(said, make, case):
         (of_torchao(kind="Int4WeightOnlyConfig"), "quantized_format"),
         (of_torchao(kind="Int8WeightOnlyConfig", version=1), "quantized_format"),
         (dict(quant_method="torchao", quant_type="int4_weight_only"), "quantized_format"),
-        (dict(quant_method="bitsandbytes", load_in_8bit=True), "quantized_format"),
+        (dict(quant_method="bitsandbytes", load_in_8bit=True), "quantized_activations"),
         (dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="int4"), "quantized_format"),
     ),
 )
@@ -139,6 +136,12 @@ def test_what_has_no_counterpart_says_why(said, reason):
         (of_compressed(symmetric=True, top=dict(kv_cache_scheme=None, sparsity_config={})), "int4"),
         (of_gptq(symmetric=True, static_groups=False, checkpoint_format="gptq", lm_head=False, dynamic={}), "int4"),
         (of_gptq(group=-1, symmetric=True, desc_act=True), "int4"),
+        (of_gptq(desc_act=True), "int4"),
+        (of_gptq(group=32, desc_act=True), "int4_g32_zeros"),
+        (of_gptq(bits=8, group=32, desc_act=True), "int8_g32_zeros"),
+        (of_compressed(actorder="group"), "int4"),
+        (of_compressed(group=64, actorder=True), "int4_g32_zeros"),
+        (of_awq(group=64), "int4_g32_zeros"),
         (of_awq(modules_to_not_convert=None), "int4"),
     ),
 )
@@ -218,7 +221,8 @@ def test_every_method_has_an_answer(method):
         assert found.fast and "dequantizes" in found.checkpoint and found.unsupported is None
     elif not torch.cuda.is_available():
         assert not found.fast and "does not repack" in found.checkpoint
-        assert "no exact counterpart" in str(found)
+        rounds = method == "bitsandbytes_8bit"
+        assert ("round their inputs to 8 bits" if rounds else "no exact counterpart") in str(found)
     json.dumps(found.to_dict())
 
 

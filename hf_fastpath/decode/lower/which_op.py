@@ -20,13 +20,14 @@ from ...ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS, most_rows
 from ...ops.joined_gemv import MAX_WEIGHTS
 from ...ops.kv_cache import KVCache
 from ...ops.lora_down import MAX_RANKS
-from ...quantization import PackedWeight
+from ...quantization import PackedWeight, ReorderedWeight
 from ..calls.named_calls import Emit, HeadNorms, Norm, parameters
-from ..model.weight import AdaptedWeight, Adapters, PlainWeight, Weight, joined
+from ..model.weight import AdaptedWeight, Adapters, PlainWeight, Weight, has_adapters, joined
 from ..ranks.rank_calls import Shard, gathered, own_inputs, summed
 from . import composed, many_experts, many_rows
 from .attend import attend
 from .formulas import Gated, Mixture, Product, Queries, Scores
+from .reordered import in_one_order, reordered_product
 
 
 class Route(NamedTuple):
@@ -101,6 +102,7 @@ class Lower:
 
     def gated(self, x: Any, gate: Weight, up: Weight, activation: Activation, **others: Any) -> Any:
         """Emit a :class:`Gated`."""
+        x, (gate, up), others["norm"] = in_one_order(self, x, (gate, up), others.get("norm"))
         asked = Gated(x, gate, up, activation, **others)
         asked.together = None if asked.has_bias else joined((gate, up))
         return self._by(GATED, asked)
@@ -109,6 +111,7 @@ class Lower:
         self, x: Any, weights: Sequence[Weight], biases: Sequence[Any], store: dict[str, Any], **others: Any
     ) -> Any:
         """Emit :class:`Queries`; return what stands for rotated queries, or None if no row of the table takes them."""
+        x, weights, others["norm"] = in_one_order(self, x, weights, others.get("norm"))
         asked = Queries(x, weights, biases, store, **others)
         is_bare = all(each is None for each in biases) and asked.head_norms is None and not store["cache"].is_paged
         asked.together = joined(weights) if is_bare else None
@@ -118,6 +121,7 @@ class Lower:
         self, x: Any, weights: Sequence[Weight], biases: Sequence[Any], norm: Norm | None, shards: Sequence[Any] = ()
     ) -> list[Any]:
         """Emit products of one input; a single one if the weights lie side by side."""
+        x, weights, norm = in_one_order(self, x, weights, norm)
         together = None if any(each is not None for each in biases) else joined(weights)
         if together is not None:
             return [self.product(x, together, norm=norm)]
@@ -186,7 +190,7 @@ class Lower:
         added = dict(weights=adapters.up, scales=adapters.scales, firsts=adapters.firsts)
         if self.many or not adapters.are_alike or sum(map(len, adapters.down)) > MAX_RANKS:
             out = base()
-            given = dict(x=self._input(x, norm), down=adapters.down)
+            given = dict(x=self.input_behind(x, norm), down=adapters.down)
             return self.emit(many_rows.with_adapters, base=out, **given, **added, **behind)
         how = dict(programmatic_launch=self.early)
         hidden = self.emit(ops.lora_down.overload, x=x, weights=adapters.down, norm=norm, **how)
@@ -210,7 +214,7 @@ class Lower:
                 return route.make(self, asked)
         return None
 
-    def _input(self, x: Any, norm: Norm | None) -> Any:
+    def input_behind(self, x: Any, norm: Norm | None) -> Any:
         """Return an input behind its norm; what takes the same input in a row shares the result."""
         if norm is None:
             self._shared = None, None, None  # the next norm is of another input
@@ -233,23 +237,20 @@ class Lower:
         return self._of_few(ops.packed_gemv, asked, packed=asked.weight)
 
     def _packed_gemm(self, asked: Product[PackedWeight]) -> Any:
-        out = self.emit(
-            ops.packed_gemm.overload, x=self._input(asked.x, asked.norm), packed=asked.weight, bias=asked.bias
-        )
+        x = self.input_behind(asked.x, asked.norm)
+        out = self.emit(ops.packed_gemm.overload, x=x, packed=asked.weight, bias=asked.bias)
         if asked.activation == Activation.NONE and asked.residual is None:
             return out
         return self.emit(many_rows.finished, out=out, residual=asked.residual, activation=asked.activation)
 
     def _dequantized(self, asked: Product[PackedWeight]) -> Any:
-        behind = dict(bias=asked.bias, residual=asked.residual, activation=asked.activation)
-        return self.emit(
-            many_rows.dequantized_product, x=self._input(asked.x, asked.norm), packed=asked.weight, **behind
-        )
+        how = dict(packed=asked.weight, bias=asked.bias, residual=asked.residual, activation=asked.activation)
+        return self.emit(many_rows.dequantized_product, x=self.input_behind(asked.x, asked.norm), **how)
 
     def _dense(self, op: Any, asked: Product[PlainWeight]) -> Any:
         weight = dict(weight=asked.weight.matrix, bias=asked.bias, transposed=asked.weight.transposed)
         behind = dict(residual=asked.residual, activation=asked.activation)
-        return self.emit(op, x=self._input(asked.x, asked.norm), **weight, **behind)
+        return self.emit(op, x=self.input_behind(asked.x, asked.norm), **weight, **behind)
 
     def _gated_in_one(self, asked: Gated[PlainWeight]) -> Any:
         how = dict(activation=asked.activation, norm=asked.norm, programmatic_launch=self.early)
@@ -312,7 +313,7 @@ class Lower:
 
     def _experts_of_many(self, asked: Mixture) -> Any:
         given = dict(asked.given)
-        x = self._input(given.pop("x"), given.pop("norm", None))
+        x = self.input_behind(given.pop("x"), given.pop("norm", None))
         gate, up, down, shut = (given.pop(name, None) for name in many_experts.OF_SHARED)
         product = ops.gemm.overload if self.runs_on(given["down_weight"]) in ops.gemm.native else many_rows.linear
         made = self.emit(many_experts.OF_MANY[asked.op], x=x, product=product, **given)
@@ -324,17 +325,16 @@ class Lower:
         return self.product(hidden, PlainWeight(down), residual=made)
 
 
-def _has_adapters(*weights: Weight) -> bool:
-    return any(isinstance(each, AdaptedWeight) for each in weights)
-
-
 def _is_packed(to: Lower, asked: Product) -> bool:
     return isinstance(asked.weight, PackedWeight)
 
 
 #: products, see :class:`Product`
 PRODUCTS: tuple[Route, ...] = (
-    Route("product, and lora_up", lambda to, asked: _has_adapters(asked.weight), Lower._adapted),
+    Route("product, and lora_up", lambda to, asked: has_adapters(asked.weight), Lower._adapted),
+    Route(
+        "index_select, and the product", lambda to, asked: isinstance(asked.weight, ReorderedWeight), reordered_product
+    ),
     Route("packed_gemv", lambda to, asked: _is_packed(to, asked) and not to.many, Lower._packed_gemv),
     Route(
         "packed_gemm",
@@ -353,7 +353,7 @@ PRODUCTS: tuple[Route, ...] = (
 )
 #: gated MLPs up to their activation, see :class:`Gated`
 GATED: tuple[Route, ...] = (
-    Route("products, and lora_up", lambda to, asked: _has_adapters(asked.gate, asked.up), Lower._gated_adapted),
+    Route("products, and lora_up", lambda to, asked: has_adapters(asked.gate, asked.up), Lower._gated_adapted),
     Route("packed_gemv_swiglu", lambda to, asked: asked.together is not None and not to.many, Lower._gated_in_one),
     Route("product, and fused_swiglu of its halves", lambda to, asked: asked.together is not None, Lower._gated_halves),
     Route(
@@ -370,9 +370,7 @@ GATED: tuple[Route, ...] = (
 )
 #: projections of attention with rotation and append, see :class:`Queries`
 QUERIES: tuple[Route, ...] = (
-    Route(
-        "products, lora_up, and rope_append", lambda to, asked: _has_adapters(*asked.weights), Lower._queries_adapted
-    ),
+    Route("products, lora_up, and rope_append", lambda to, asked: has_adapters(*asked.weights), Lower._queries_adapted),
     Route(
         "packed_qkv_rope_append", lambda to, asked: asked.together is not None and not to.many, Lower._queries_in_one
     ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...quantization import PackedWeight
+from ...quantization import PackedWeight, ReorderedWeight
 from .modules import is_packed, is_transposed, weight_and_bias
 
 
@@ -65,7 +65,7 @@ class AdaptedWeight:
         adapters: of all output features each.
     """
 
-    base: PlainWeight | PackedWeight
+    base: PlainWeight | PackedWeight | ReorderedWeight
     adapters: tuple[Adapter, ...]
 
     @property
@@ -86,7 +86,7 @@ class AdaptedWeight:
         return AdaptedWeight(self.base.rows(first, count), adapters)
 
 
-Weight = PlainWeight | PackedWeight | AdaptedWeight
+Weight = PlainWeight | PackedWeight | ReorderedWeight | AdaptedWeight
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Adapters:
 def weight_of(linear: nn.Module) -> tuple[Weight, torch.Tensor | None]:
     """Return the weight of a projection, and its bias or None."""
     matrix, bias = weight_and_bias(linear)
-    weight = linear.packed if is_packed(linear) else PlainWeight(matrix, is_transposed(linear))
+    weight: Weight = linear.packed if is_packed(linear) else PlainWeight(matrix, is_transposed(linear))
     return weight, bias
 
 
@@ -132,6 +132,19 @@ def joined(weights: Sequence[Weight]) -> PackedWeight | None:
     """Return quantized weights that lie side by side in memory as one; None if they do not, or one is plain."""
     packed = [each for each in weights if isinstance(each, PackedWeight)]
     return PackedWeight.joined(packed) if len(packed) == len(weights) else None
+
+
+def has_adapters(*weights: Weight) -> bool:
+    """Whether one of the weights has adapters behind it."""
+    return any(isinstance(each, AdaptedWeight) for each in weights)
+
+
+def order_of(weights: Sequence[Weight]) -> tuple[torch.Tensor, list[PackedWeight]] | None:
+    """Return the order of the inputs that weights of one input share, and the weights in it; None if there is none."""
+    found = [each for each in weights if isinstance(each, ReorderedWeight)]
+    if not found or len(found) < len(weights) or any(each.order is not found[0].order for each in found):
+        return None
+    return found[0].order, [each.weight for each in found]
 
 
 def halves(weight: Weight) -> list[Weight]:
