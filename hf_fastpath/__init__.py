@@ -26,6 +26,7 @@ _PUBLIC = {
     "unpatch": "patching.api",
     "patched": "patching.api",
     "report": "patching.api",
+    "batch": "batching.engine",
     "verify": "check.verification",
     "compare_formats": "check.quality",
     "profile": "profiling.profiler",

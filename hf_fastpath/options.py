@@ -39,6 +39,7 @@ class Options:
     max_batch_size: int
     page_size: int | None = None
     prefix_cache: int | None = None
+    share_steps: bool = False
 
     @classmethod
     def parse(
@@ -52,6 +53,7 @@ class Options:
         keep_original: bool = True,
         page_size: int | None = None,
         prefix_cache: int | str | None = None,
+        share_steps: bool = False,
     ) -> Options:
         """Check the arguments.
 
@@ -83,12 +85,13 @@ class Options:
         if page_size is not None:
             check_page_size(page_size, kv)
         keep = bool(keep_original)
-        kept = None if prefix_cache is None else _bytes_of(prefix_cache)
-        return cls(kv, weights, lm_head, keep, frozenset(chosen), bool(strict), max_batch_size, page_size, kept)
+        kept = None if prefix_cache is None else bytes_of(prefix_cache, "prefix_cache")
+        others = frozenset(chosen), bool(strict), max_batch_size, page_size, kept, bool(share_steps)
+        return cls(kv, weights, lm_head, keep, *others)
 
 
-def _bytes_of(size: Any) -> int:
-    """Return the bytes that ``prefix_cache`` names.
+def bytes_of(size: Any, name: str) -> int:
+    """Return the bytes that the argument ``name`` says.
 
     Raises:
         ValueError: it names none.
@@ -96,7 +99,5 @@ def _bytes_of(size: Any) -> int:
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     number = size if found is None else int(float(found[1]) * _UNITS[found[2].upper()])
     if type(number) is not int or number <= 0:
-        raise ValueError(
-            f"prefix_cache is {size!r}, expected a number of bytes, such as '2GB' or 2_000_000_000, or None"
-        )
+        raise ValueError(f"{name} is {size!r}, expected a number of bytes, such as '2GB' or 2_000_000_000, or None")
     return number

@@ -206,9 +206,9 @@ REASONS: dict[str, Reason] = {
         "edit all layers alike; in layers with a sliding window, set cumulative_length as well",
     ),
     "continuous_batching": Reason(
-        "generate_batch() keeps keys and values in a paged cache of transformers' own, where heads of a position are "
-        "neighbors, and mixes prompts and tokens of many requests in one row: its attention is stock's",
-        "for up to 16 sequences at a time use generate(): patch(model, page_size=...) shares their pages",
+        "generate_batch() was asked for something, or is of a model, that hf_fastpath.batch() does not do as it does: "
+        "stock's attention runs over a paged cache of transformers' own, of many requests in one row",
+        "leave out what is named, or call hf_fastpath.batch(model, prompts)",
     ),
     "position_ids": Reason(
         "position_ids are not int64 or int32 with a row for every sequence, beside input_ids; or max_length is greater "
@@ -249,6 +249,11 @@ REASONS: dict[str, Reason] = {
         "as many calls of generate() run on this model at once as the decode loop takes (4, with those of other "
         "threads and those that a callback makes)",
         "let calls wait for each other, or put their prompts into one batch",
+    ),
+    "not_shared": Reason(
+        "the rows of this model or call cannot be slots that texts take and leave (recurrent states, an encoder, "
+        "a cache in pages, steps that differ with the length, weights on several devices, ...): it shares no steps",
+        "nothing to set: it runs as it does alone; patch() without page_size= if pages are named",
     ),
     # the fast loop runs, but cannot run ahead of the device, or not over pages
     "custom_stopping_criteria": Reason(

@@ -53,6 +53,7 @@ class Stats:
         last_tokens_per_second: decoding speed of the newest ``generate()``, without the prompt if our loop ran.
         pages: counts of the newest cache with pages that ``generate()`` used, or None.
         prefixes: counts of prompts that begin as others did, or None if nothing is kept of these.
+        shared_steps: rows that read a token -> number of steps that calls have shared with so many.
     """
 
     fast_tokens: int = 0
@@ -62,6 +63,7 @@ class Stats:
     last_tokens_per_second: float | None = None
     pages: PageCounts | None = None
     prefixes: PrefixCounts | None = None
+    shared_steps: Counter = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     #: of the thread: ``reasons``, (code, id of its module) of each reason noted in the call that it is in; ``made``,
     #: the tokens that it has counted; ``left`` and ``unseen``, see the methods that set them
@@ -113,6 +115,11 @@ class Stats:
         finally:
             setattr(self._noted, name, before)
 
+    def shared_step(self, rows: int) -> None:
+        """Count a step of calls that share steps, in which so many rows have read a token."""
+        with self._lock:
+            self.shared_steps[rows] += 1
+
     def renew_lock(self) -> None:
         """Make a new lock: after a fork, a thread that the child does not have may hold the old one."""
         self._lock = threading.Lock()
@@ -150,4 +157,5 @@ class Stats:
                 "last_tokens_per_second": self.last_tokens_per_second,
                 "pages": None if self.pages is None else asdict(self.pages),
                 "prefixes": None if self.prefixes is None else asdict(self.prefixes),
+                "shared_steps": dict(sorted(self.shared_steps.items())),
             }

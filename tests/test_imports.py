@@ -17,8 +17,8 @@ KNOWN: set[tuple[str, ...]] = set()
 #: a folder with folders -> these, each of which may import those before it alone, also not inside functions
 ORDERS = {
     "hf_fastpath": (
-        *("compat", "native", "quantization", "ops", "cache", "linears", "patches", "decode", "recording", "replacing"),
-        *("parity", "patching", "packed_files", "check", "bench", "profiling", "cli"),
+        *("compat", "native", "quantization", "ops", "cache", "linears", "patches", "decode", "recording", "batching"),
+        *("replacing", "parity", "patching", "packed_files", "check", "bench", "profiling", "cli"),
     ),
     "hf_fastpath.decode": ("calls", "ranks", "run", "model", "lower", "sources", "state", "placed", "plans", "loops"),
 }

@@ -164,6 +164,11 @@ class BufferedLayer(EditableLayer):
         length = {} if self.is_sliding else {"_length": 0, "oldest": 0}
         self._replace([None] * 4, _loose={}, _copies=frozenset(), is_initialized=False, **length)
 
+    def forget(self) -> None:
+        """Let go of the buffers, and of every position."""
+        self._forget()
+        vars(self).update(_length=0, oldest=0)
+
     def _allocate(
         self, batch: int, capacity: int, like: Sequence[torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, ...]:
@@ -277,3 +282,29 @@ class BufferedLayer(EditableLayer):
         """Count positions that kernels have written."""
         self._length += num_tokens
         self.oldest = max(self.oldest, self._length - self.capacity)
+
+    def hold_rows(self, longest: int, oldest: int = 0) -> None:
+        """Note that kernels have written rows of different lengths.
+
+        Args:
+            longest: positions of the longest row.
+            oldest: lowest position that is in its slot, as far as the capacity does not say.
+        """
+        self._length, self.oldest = longest, max(0, longest - self.capacity, oldest)
+
+    def put_rows(self, source: BufferedLayer, rows: dict[int, int], length: int) -> None:
+        """Copy the newest positions of texts that are ``length`` long.
+
+        Args:
+            source: a layer of the same kind, heads and storage dtype.
+            rows: row of ``source`` -> the row where the text goes, which has room for it.
+        """
+        count = min(length, source.capacity, self.capacity)
+        first = (length - count) % max(1, source.capacity)
+        head = min(count, source.capacity - first)
+        for old, new in zip(source.buffers, self.buffers):
+            for here, there in rows.items():
+                own, its = new[there : there + 1], old[here : here + 1]
+                self.store(own, its[:, :, first : first + head], length - count)
+                if head < count:
+                    self.store(own, its[:, :, : count - head], length - count + head)

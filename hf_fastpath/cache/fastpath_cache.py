@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +72,13 @@ class FastpathCache(Cache):
             super().__init__(layer_class_to_replicate=FastpathLayer)
             return
         super().__init__(layers=[self._like(layer) for layer in DynamicCache(config=config).layers])
+
+    @classmethod
+    def of_kinds(cls, kinds: Iterable[LayerKind], kv_dtype: torch.dtype | None = None) -> FastpathCache:
+        """Make an empty cache with a layer of each kind."""
+        made = cls(kv_dtype=kv_dtype)
+        made.layers = [made._like(made_layer(kind)) for kind in kinds]
+        return made
 
     @property
     def kinds(self) -> list[LayerKind]:

@@ -49,6 +49,7 @@ from .code import (
     run_under_autocast,
 )
 from .config_sizes import check_sizes, few_modules
+from .continuous import batch_arguments, copies_of, generation_output, why_not_batch_arguments
 from .drafts import (
     CRITERIA_SEE_DRAFTS,
     candidate_generator,
@@ -84,12 +85,14 @@ from .generation import (
     FORWARD_ARGUMENTS,
     LOGITS_TO_KEEP,
     WITHOUT_EFFECT,
+    BaseStreamer,
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     GenerationConfig,
     GenerationMixin,
     MaxLengthCriteria,
     Tokenizer,
+    criteria_and,
     following_logits,
     inputs_behind,
     is_assisted_mode,

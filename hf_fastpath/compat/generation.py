@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,8 +22,10 @@ from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
     StoppingCriteria,
+    StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase as Tokenizer
 
@@ -32,6 +34,7 @@ from .models import text_decoder
 from .token_methods import inputs_method
 
 __all__ = [
+    "BaseStreamer",
     "EosTokenCriteria",
     "GenerateDecoderOnlyOutput",
     "GenerationConfig",
@@ -70,9 +73,25 @@ WITHOUT_EFFECT = frozenset({"labels", "num_items_in_batch"})
 
 
 def is_stock_streamer(streamer: Any) -> bool:
-    """Whether a streamer is of a class of transformers', and no method of it was replaced on the instance."""
-    methods = ("put", "end", "on_finalized_text")
-    return type(streamer).__module__.startswith("transformers.") and not any(name in vars(streamer) for name in methods)
+    """Whether a streamer is of a class of transformers' or ours, and no method of it was replaced on the instance."""
+    if any(name in vars(streamer) for name in ("put", "end", "on_finalized_text")):
+        return False
+    return type(streamer).__module__.startswith(("transformers.", "hf_fastpath."))
+
+
+class _EndsWhen(StoppingCriteria):
+    """A stopping criterion that ends all rows once ``is_over`` says so."""
+
+    def __init__(self, is_over: Callable[[], bool]):
+        self._is_over = is_over
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self._is_over(), device=input_ids.device)
+
+
+def criteria_and(criteria: Any, is_over: Callable[[], bool]) -> StoppingCriteriaList:
+    """Return a call's stopping criteria, and one that ends it once ``is_over`` says so."""
+    return StoppingCriteriaList([*criteria, _EndsWhen(is_over)])
 
 
 def looks_at_tokens_alone(criterion: StoppingCriteria) -> bool:

@@ -44,6 +44,7 @@ def patch(
     quiet: bool = False,
     page_size: int | None = None,
     prefix_cache: int | str | None = None,
+    share_steps: bool = False,
 ) -> nn.Module:
     """Speed up ``model`` in place: its modules' forwards, its KV cache and its ``generate()`` loop.
 
@@ -70,6 +71,8 @@ def patch(
             that sequences share, see ``FastpathCache``. With None, every layer has one buffer.
         prefix_cache: bytes, such as ``"2GB"``, for what ``generate()`` has made of texts: a prompt that begins as an
             earlier text did is read from there on. With None, nothing is kept of a call.
+        share_steps: calls of ``generate()`` that run at once, in several threads, share steps (see ``batch``). A call
+            that runs alone is as it is without.
 
     Returns:
         The same model.
@@ -88,7 +91,8 @@ def patch(
         raise TypeError(f"patch() got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
     with on_all_ranks(model, "patch()"):
         options = Options.parse(
-            kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original, page_size, prefix_cache
+            *(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original),
+            *(page_size, prefix_cache, share_steps),
         )
         return patch_with(model, options, quiet)
 

@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 
 from .. import compat
+from ..batching import generate_batch
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.loops import assisted, beams, counted, sample
+from ..decode.loops.call_scope import scope_here
 from ..decode.loops.eligibility import request_reason, unknown_argument
 from ..decode.loops.patched import STATE_KEY
 from ..decode.sources.step_source import StepSource
@@ -23,7 +25,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "_assisted_decoding": assisted.decode,
     "_beam_search": beams.search,
     "generate": counted.generate,
-    "generate_batch": counted.generate_batch,
+    "generate_batch": generate_batch.generate_batch,
 }
 
 
@@ -51,7 +53,9 @@ def prepare_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = plain and compat.is_assisted_mode(generation_mode) and not (part.has_encoder or part.is_multimodal)
     if plain and not users_own and _takes_our_cache(self, state, part, generation_config, model_kwargs):
         is_text_alone, stocks = made is whole, made
-        made = FastpathCache.from_dynamic(made, state.options.kv_dtype, state.options.page_size)
+        scope = scope_here()
+        page_size = state.options.page_size if scope is None or not scope.shares else None  # slots have no pages
+        made = FastpathCache.from_dynamic(made, state.options.kv_dtype, page_size)
         made.stands_for = stocks
         made.is_dropped = not generation_config.return_dict_in_generate and state.prefixes is None
         if part is not None:

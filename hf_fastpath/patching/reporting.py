@@ -154,6 +154,9 @@ class Report:
             lines.append(f"  pages: {PageCounts(**stats['pages'])}")
         if stats["prefixes"] is not None:
             lines.append(f"  prefixes: {PrefixCounts(**stats['prefixes'])}")
+        if shared := stats["shared_steps"]:
+            steps, rows = sum(shared.values()), sum(rows * count for rows, count in shared.items())
+            lines.append(f"  shared: {steps} steps of {rows / steps:.1f} rows a step, at most {max(shared)}")
         for code, count in stats["reasons"].items():
             lines.append(f"  {count} x {explained(code, _several(stats['details'].get(code, [])))}")
         return "\n".join(lines)

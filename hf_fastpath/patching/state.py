@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from .. import compat, reasons
+from ..batching.sharing import Sharing
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.loops.eligibility import uncovered_reason
 from ..decode.loops.own_loop import OwnLoops
@@ -72,6 +73,7 @@ class PatchState:
         texts: what each thread's forward is of.
         aside: takes our forwards out of the modules while stock's loop runs.
         prefixes: what is kept of texts, or None.
+        sharing: the calls that share steps.
         has_trained: whether a forward with gradients has run. From then on forwards over whole texts run stock code,
             with and without gradients, so that a log-probability is the same in both.
         torch_percent: share of a step in PyTorch's calls, once ``profile()`` has measured it; else None.
@@ -95,6 +97,7 @@ class PatchState:
 
     def __post_init__(self) -> None:
         self.aside = Aside(self.ledger)
+        self.sharing = Sharing(self.options, self.plans, self.stats)
         limit = self.options.prefix_cache
         self.prefixes = None if limit is None else Prefixes(limit)
         self.stats.prefixes = None if self.prefixes is None else self.prefixes.counts
@@ -181,6 +184,7 @@ class PatchState:
         self.door, self.waiting = threading.RLock(), set()
         self.plans.forget_other_threads()
         self.own_loops.forget_other_threads()
+        self.sharing.forget_other_threads()
         self.aside.forget_other_threads()
         if self.prefixes is not None:
             self.prefixes.forget_other_threads()

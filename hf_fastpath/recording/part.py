@@ -230,8 +230,7 @@ class RecordedPart(WholeModel):
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        recording = self.recording(1, 1)
-        return recording.fact(recording.logits).shape[-1]
+        return (made := self.recording(1, 1)).fact(made.logits).shape[-1]
 
     @functools.cached_property
     def takes_positions(self) -> bool:
@@ -243,12 +242,14 @@ class RecordedPart(WholeModel):
 
     @property
     def learned_positions(self) -> tuple[int, int] | None:
-        """Return how many positions the model has learned, and the row of the first; None if it knows any position."""
         return next(((each.count, each.first) for each in self._position_tables if each.is_learned), None)
 
     @property
+    def counts_alike(self) -> bool:
+        return any(call.op is marks.text_positions for call in self.recording(1, 1).calls)
+
+    @property
     def computed_positions(self) -> int | None:
-        """Return of how many positions the model has computed a table, which its own code may make longer; or None."""
         return next((each.count for each in self._position_tables if not each.is_learned), None)
 
     def fingerprint(self) -> tuple:

@@ -219,9 +219,10 @@ def test_requests_in_one_row():
     model, small = case("llama").model, ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     options = dict(continuous_batching_config=small, warmup=False)
     config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with counting(model) as counts:
-        model.generate_batch([[5, 6, 7], [8, 9]], generation_config=config, **options)
-    assert (counts.fast, counts.fallback) == (0, 10)
+    for stock, expected in (({}, (10, 0)), ({"record_timestamps": True}, (0, 10))):
+        with counting(model) as counts:
+            model.generate_batch([[5, 6, 7], [8, 9]], generation_config=config, **options, **stock)
+        assert (counts.fast, counts.fallback) == expected
     with counting(model) as counts:
         found = model.generate(
             torch.tensor([[5, 6, 7]]), generation_config=config, cache_implementation="paged", **options

@@ -312,8 +312,14 @@ def continuous_batching(monkeypatch):
     small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     config = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=2)
     with counting(model) as counts:
-        model.generate_batch(IDS.tolist(), generation_config=config, continuous_batching_config=small, warmup=False)
+        given = dict(generation_config=config, continuous_batching_config=small, warmup=False)
+        model.generate_batch(IDS.tolist(), record_timestamps=True, **given)
     return counts.reasons
+
+
+def not_shared(monkeypatch):
+    model = hf_fastpath.patch(build("llama"), quiet=True, share_steps=True, page_size=16)
+    return generating(model, input_ids=IDS)
 
 
 def model_forward(monkeypatch):
@@ -420,6 +426,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "other_cache": lambda: generating(**{CACHE: DynamicCache()}),
     "edited_cache": lambda: generating(**{CACHE: cropped_unevenly()}),
     "continuous_batching": continuous_batching,
+    "not_shared": not_shared,
     "window_not_paged": lambda: generating(hf_fastpath.patch(build("mistral"), page_size=16, quiet=True)),
     "position_ids": lambda: generating(position_ids=torch.zeros(1, 1, 11, dtype=torch.long)),
     "unsupported_input": lambda: generating(patched("gpt2"), token_type_ids=torch.zeros_like(IDS)),
@@ -507,10 +514,11 @@ OF_NOTHING_ELSE = {
     "autocast_left_out",
     "synced_gpus",
     "compile_config",
-    "continuous_batching",
 }
 #: code -> what it names in this case: an argument, a setting, a function, or a module and its class
 NAMES = {
+    "continuous_batching": "record_timestamps",
+    "not_shared": "a KV cache in pages",
     "class_not_supported": "LlamaModel",
     "module_disabled": "ops=['norm']",
     "no_native_library": "model.layers.0.mlp: LlamaMLP",

@@ -22,6 +22,7 @@ from ...reasons import Cause
 from ..plans.draft_plan import DraftReader, StockReader
 from ..sources.step_source import StepSource
 from . import acceptance, prompt
+from .call_scope import alone
 from .counted import by_stock
 from .drafts import Draft, PlanDrafts, StockDrafts
 from .eligibility import step_aside_reason, why_no_drafts
@@ -41,6 +42,7 @@ from .patched import STATE_KEY, Patched
 
 
 @for_patched_models
+@alone(draws_by_default=True)
 def decode(
     state: Patched,
     original: Any,

@@ -8,6 +8,7 @@ import torch
 
 from ...cache.encoder_decoder import for_stock
 from ..sources.step_source import StepSource
+from .call_scope import alone
 from .counted import by_stock
 from .eligibility import step_aside_reason
 from .generate_calls import for_patched_models
@@ -21,6 +22,7 @@ def takes(part: StepSource | None) -> bool:
 
 
 @for_patched_models
+@alone(draws_by_default=True)
 def search(
     state: Patched,
     original: Any,

@@ -26,6 +26,7 @@ class Patched(Protocol):
         plans: decode plans and programs made so far.
         stats: what has happened.
         prefixes: what is kept of texts (:class:`.prefixes.Prefixes`), or None.
+        sharing: the calls that share steps (``batching.sharing.Sharing``).
         enabled: False while ``verify`` runs stock code.
         is_compared: while ``verify`` runs patched modules, these run forwards of ours even where stock's are faster.
     """
@@ -34,6 +35,7 @@ class Patched(Protocol):
     plans: PlanCache
     stats: Stats
     prefixes: Any
+    sharing: Any
     enabled: bool
     is_compared: bool
 

@@ -6,24 +6,23 @@ modules; each new token is one step of a :class:`..plans.decode_plan.DecodePlan`
 
 from __future__ import annotations
 
+import functools
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ... import compat
 from ...cache.encoder_decoder import for_stock
-from ...cache.fastpath_cache import FastpathCache
 from ..plans.decode_plan import MAX_EOS_TOKENS
 from ..plans.encoded import Encoded
 from ..plans.plan_by_length import AnyPlan
 from ..ranks.process_group import Ranks
-from ..run.graph import random_numbers_in_turn
 from ..sources.step_source import StepSource
 from . import prompt
+from .call_scope import Cancelled, alone, scope_here
 from .counted import by_stock
 from .eligibility import asked_method, step_aside_reason
 from .generate_calls import (
@@ -40,7 +39,9 @@ from .generate_calls import (
 )
 from .multimodal import Behind
 from .patched import Patched
+from .shared_calls import SharedCall, logprobs_of, to_tokens, with_request
 from .stand_in import StandIn
+from .tokens_ahead import TokensAhead
 
 #: number of tokens that the host may be ahead of the device: enough to hide the host's work, few enough to waste little
 #: when the text ends
@@ -71,59 +72,40 @@ def sample(
     reason = agreed_reason(ranks, reason, part, state.plans, len(input_ids))
     if reason is None:
         assert part is not None, "without one there is a reason"
-        with state.plans.place() as is_free:
-            asked = asked_method(part)
-            if is_free and (part.token_shape or asked):
-                return StandIn(state, part, behind, input_ids, given, model_kwargs, asked).run(original)
-            if is_free:
-                loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-                whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
-                with settling(compat.text_cache(model_kwargs[compat.CACHE]), part), whole as together:
-                    loop.follow(part.ranks, *together)
-                    return loop.generate(part, model_kwargs, behind)
+        asked, cache = asked_method(part), compat.text_cache(model_kwargs[compat.CACHE])
+        if part.token_shape or asked:
+            with alone(draws_by_default=True), state.plans.place() as is_free:
+                if is_free:
+                    return StandIn(state, part, behind, input_ids, given, model_kwargs, asked).run(original)
+        else:
+            loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+            whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
+            with SharedCall.of(state, part, loop, cache) as loop.shared, loop.place() as is_free:
+                if is_free:
+                    with settling(cache, part), whole as together:
+                        loop.follow(part.ranks, *together)
+                        return loop.generate(part, model_kwargs, behind)
         reason = "busy"
     state.fall_back(reason)
     is_offloading = getattr(model_kwargs.get(compat.CACHE), "offloading", False)  # our forwards wait for its copies
+    given = with_request(scope_here(), given)
     stock = lambda: original(model, input_ids, **given, **for_stock(model_kwargs))  # noqa: E731
-    return by_stock(state, input_ids, stock, needs_modules=is_offloading)
+    with alone(draws_by_default=True):
+        return by_stock(state, input_ids, stock, needs_modules=is_offloading)
 
 
-@dataclass
-class _Pending:
-    """The tokens of a step, on their way from the device to the host.
-
-    Attributes:
-        length: length of the sequences with these tokens.
-        tokens, unfinished: [batch] in host memory, valid once ``event`` has passed.
-        chosen_by_plan: the plan has chosen the tokens, and the host has not seen them in any other way.
-    """
-
-    length: int
-    tokens: torch.Tensor
-    unfinished: torch.Tensor
-    event: torch.cuda.Event | None
-    chosen_by_plan: bool = False
-
-
-class _Loop:
+class _Loop(TokensAhead):
     """One call of generate() that decodes with a plan, by greedy search or by sampling."""
 
     def __init__(self, state, model, input_ids, logits_processor, stopping_criteria, config, streamer):
         self.state, self.model, self.config = state, model, config
-        self.processors, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
-        self.device = input_ids.device
-        self.batch, self.prompt_len = input_ids.shape
+        self.processors, self.criteria = logits_processor, stopping_criteria
+        super().__init__(input_ids, stopping_criteria.max_length, streamer)
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         #: the token of rows that have ended, if tokens end the text
         self.pad = compat.pad_token(config).to(self.device) if self.has_eos else None
-        self.max_length = stopping_criteria.max_length
         #: the settings of sampling, if a plan can sample so
         self.settings = compat.sampling_settings(logits_processor) if config.do_sample else None
-        self.ids = input_ids
-        self.length = self.prompt_len  # length of the sequences, with the tokens that the device has chosen by itself
-        self.chosen: list[torch.Tensor] = []  # the tokens that the device has chosen, [batch] each, which follow ids
-        self.scores: list[torch.Tensor] = []
-        self.logits: list[torch.Tensor] = []
         self.unfinished = torch.ones(self.batch, dtype=torch.long, device=self.device)
         users = runs_users_code(logits_processor, stopping_criteria, streamer)
         for code in users:
@@ -131,14 +113,21 @@ class _Loop:
         self.runs_users_code = bool(users)
         #: 0 if the host must see every token before the next one: on the CPU, and with the user's own objects
         self.ahead = MAX_AHEAD if self.device.type == "cuda" and not users else 0
-        self.pending: deque[_Pending] = deque()
-        self.offsets: dict[int, int] = {}
-        self.drawn_to: int | None = None  # the generator's offset after the last number that was drawn here
-        self.finished_length: int | None = None  # length at which every row had ended, once the host knows
         self.left_at: int | None = None  # length of the sequences when stock code took over
-        self.ranks: Ranks | None = None  # the processes over which the model is spread
         self.may_choose = True  # a plan may choose tokens, as far as ranks are asked
         self.have_own_code = False  # ranks could come to other tokens or ends
+        self.shared: SharedCall | None = None  # steps that other calls may share
+        self.scope = scope_here()
+        self.generator = None if self.scope is None else self.scope.generator
+
+    @contextmanager
+    def place(self) -> Iterator[bool]:
+        """Take a place for a plan of the call's own, unless the call may share steps."""
+        if self.shared is not None:
+            yield True
+            return
+        with alone(), self.state.plans.place() as is_free:
+            yield is_free
 
     def follow(self, ranks: Ranks | None, own_code: bool, may_choose: bool) -> None:
         """Take on the ranks over which the model is spread, and what :func:`.generate_calls.alike`` has found."""
@@ -149,7 +138,7 @@ class _Loop:
     def plan_chooses(self) -> bool:
         """Whether the plan may choose tokens: there are no other processors, and nothing else ends the text."""
         config = self.config
-        if not self.may_choose:
+        if not self.may_choose or self.generator is not None or (self.scope is not None and self.scope.wants_logprobs):
             return False
         if self.settings is None if config.do_sample else len(self.processors):
             return False
@@ -172,7 +161,8 @@ class _Loop:
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions, seen = next_positions_of(behind, self.ids, self.config, model_kwargs), behind.seen
         state, given = self.state, (self.model, part, self.ids, self.config, model_kwargs, starts)
-        next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes)
+        with nullcontext() if self.scope is None else self.scope.prompt_turn:
+            next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes)
         started, first = time.perf_counter(), True
         plan: AnyPlan | None = None
         plan_chooses = self.plan_chooses()
@@ -181,7 +171,15 @@ class _Loop:
         now: StepSource | None = part  # the model as it is now; None if stock code has to go on
         try:
             while True:
-                if plan is None or not plan_chooses:
+                if self.scope is not None and self.scope.is_cancelled:
+                    raise Cancelled
+                if next_logits is None:  # whoever runs the steps that calls share has chosen
+                    if self.shared.ends_itself(self):
+                        next_logits = self._take_all(plan)
+                        break
+                    tokens = to_tokens(plan.chosen(), self)
+                    done = self._finish_step(tokens)
+                elif plan is None or not plan_chooses:
                     tokens = self._choose(next_logits)
                     done = self._finish_step(tokens)
                 else:
@@ -193,13 +191,24 @@ class _Loop:
                     watch.look_again(self.ids, cache)
                     now, self.state = watch.part, watch.state
                     if plan is not None and (now is None or plan.fingerprint != self.state.plans.fingerprint_of(now)):
-                        if plan_chooses:
-                            tokens, self.unfinished = plan.tokens[:, 0].clone(), plan.unfinished.clone()
-                        old, plan = plan, None  # set to None first, so that an interrupt cannot make the plan end twice
-                        old.end()
+                        tokens, old, plan = self._tokens_of(plan, tokens), plan, None  # an interrupt ends no plan twice
+                        old.go_back()
                 if now is None:
                     next_logits = self._step_by_stock(model_kwargs)
                     continue
+                if self.shared is not None and self.shared.is_due(now, cache):
+                    if self._look_back(wait=True):
+                        break
+                    tokens = self._tokens_of(plan, tokens)
+                    if plan is not None:
+                        old, plan = plan, None
+                        old.go_back()
+                    positions = next_positions + (self.length - self.prompt_len - 1)
+                    plan = self.shared.join(now, cache, self, positions, starts)
+                    if plan is None:  # it never can
+                        self.shared = None
+                    else:
+                        self.ahead, sampled, plan_chooses = 0, False, False
                 if plan is None:
                     plan = self.state.plans.decode_plan(now, self.batch, cache, sampled)
                     for note in plan.program.notes:
@@ -219,11 +228,14 @@ class _Loop:
                     started, first = time.perf_counter(), False
             dropped = self._drain()
             self._settle()
-            note_nonfinite(self.state, next_logits)
+            if next_logits is not None:
+                note_nonfinite(self.state, next_logits)
         except RuntimeError:
             # A CPU may have failed to draw a token from such logits. After an error a GPU cannot be asked.
             if self.device.type == "cpu":
-                note_nonfinite(self.state, next_logits if plan is None or plan.logits is None else plan.logits)
+                newest = next_logits if plan is None or plan.logits is None else plan.logits
+                if newest is not None:
+                    note_nonfinite(self.state, newest)
             raise
         finally:
             if plan is not None:
@@ -243,6 +255,25 @@ class _Loop:
         if self.streamer is not None:
             self.streamer.end()
         return self._result(given_cache)
+
+    def _tokens_of(self, plan: AnyPlan | None, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Return the tokens that are read next, which a plan may have chosen."""
+        if tokens is None:
+            assert plan is not None, "without a plan, the host chooses"
+            tokens, self.unfinished = plan.tokens[:, 0].clone(), plan.unfinished.clone()
+        if self.chosen:
+            self._gather()
+        return tokens
+
+    def _take_all(self, plan: Any) -> torch.Tensor:
+        """Take the tokens of a call whose steps choose them and see the end; return the last logits."""
+        found = plan.all_chosen() if self.streamer is None else iter(plan.chosen, None)
+        for each in found:
+            self.chosen.append(to_tokens(each, self))
+            self.length += 1
+            if self.streamer is not None:
+                self.streamer.put(self.chosen[-1].cpu())
+        return plan.logits
 
     def _gather(self) -> None:
         """Append the tokens that the plan has chosen to the sequences."""
@@ -268,30 +299,17 @@ class _Loop:
                 self.logits.append(logits)
         if self.config.do_sample:
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            tokens = self._draw(torch.multinomial, probabilities, 1).squeeze(1)
+            draw = functools.partial(torch.multinomial, num_samples=1, generator=self.generator)
+            tokens = self._draw(draw, probabilities).squeeze(1)
         else:
             tokens = torch.argmax(scores, dim=-1)
         if self.ranks is not None and self.have_own_code:
             tokens = self.ranks.same(tokens)
         if self.pad is not None:
             tokens = tokens * self.unfinished + self.pad * (1 - self.unfinished)
+        if self.scope is not None and self.scope.wants_logprobs:
+            self.scope.logprobs.append(logprobs_of(next_logits, tokens))
         return tokens
-
-    def _draw(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        """Return ``function(*arguments)``, which draws the next tokens.
-
-        The generator's offset before the draw is remembered if the draw may have to be undone.
-        """
-        with random_numbers_in_turn(self.device):
-            if not self.ahead:
-                return function(*arguments)
-            offset = compat.philox_offset(self.device)
-            if offset != self.drawn_to:  # another thread has drawn; its numbers cannot be given back
-                self.offsets.clear()
-            self.offsets[self.length] = offset
-            drawn = function(*arguments)
-            self.drawn_to = compat.philox_offset(self.device)
-            return drawn
 
     def _finish_step(self, tokens: torch.Tensor) -> bool:
         """Append the tokens; return whether to stop."""
@@ -308,81 +326,6 @@ class _Loop:
             return not bool(self.unfinished.any())
         self._send(tokens)
         return self._look_back() or (self.max_length is not None and self.length >= self.max_length)
-
-    def _follow_plan(self, plan: AnyPlan, cache_length: int) -> bool:
-        """Take on the tokens that the plan has chosen; return whether to stop."""
-        self.length += 1
-        event = self._event() if self.device.type == "cuda" else None
-        tokens, unfinished = plan.choice(cache_length)
-        self.pending.append(_Pending(self.length, tokens, unfinished, event, chosen_by_plan=True))
-        return self._look_back() or self.length >= self.max_length
-
-    def _send(self, tokens: torch.Tensor) -> None:
-        """Start copying this step's tokens to the host."""
-        unfinished = torch.empty(self.batch, dtype=torch.long, device="cpu", pin_memory=True)
-        unfinished.copy_(self.unfinished, non_blocking=True)
-        on_host = torch.empty(self.batch, dtype=torch.long, device="cpu", pin_memory=True)
-        if self.streamer is not None:
-            on_host.copy_(tokens, non_blocking=True)
-        self.pending.append(_Pending(self.length, on_host, unfinished, self._event()))
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _look_back(self, wait: bool = False) -> bool:
-        """Take in the tokens that have arrived, and wait only if the host is too far ahead.
-
-        Returns:
-            Whether every row has ended.
-        """
-        while self.pending:
-            oldest = self.pending[0]
-            if oldest.event is not None:
-                if not (wait or len(self.pending) > self.ahead or self._has_passed(oldest.event)):
-                    return False
-                oldest.event.synchronize() if self.ranks is None else self.ranks.wait(oldest.event)
-            self.pending.popleft()
-            self.offsets.pop(oldest.length - 1, None)
-            if oldest.chosen_by_plan:
-                self.chosen.append(oldest.tokens.clone())
-            if self.streamer is not None:
-                self.streamer.put(oldest.tokens.clone())
-            if not oldest.unfinished.numpy().any():
-                self.finished_length = oldest.length
-                return True
-        return False
-
-    def _settle(self, tokens: int = 1) -> None:
-        """Before the host looks at what the device computes: do not wait forever if that needs other ranks."""
-        if self.ranks is not None:
-            self.ranks.settle(self.device, tokens)
-
-    def _has_passed(self, event: torch.cuda.Event) -> bool:
-        """Whether a device has passed an event. Ranks pass it at other times, and all have to run equally far ahead."""
-        return self.ranks is None and event.query()
-
-    def _drain(self) -> int:
-        """Wait for the tokens on their way; return how many steps were run past the end."""
-        if self.finished_length is None:
-            self._look_back(wait=True)
-        return 0 if self.finished_length is None else self.length - self.finished_length
-
-    def _undo(self, steps: int, cache: FastpathCache) -> None:
-        """Take back ``steps`` tokens from sequences, scores and cache, and the random numbers that they used."""
-        self.length -= steps
-        self.ids = self.ids[:, : self.length]  # the plan's tokens past the end were never appended
-        for recorded in (self.scores, self.logits):
-            del recorded[len(recorded) - steps if recorded else 0 :]
-        if cache.state_layers:
-            cache.reset()  # nothing can be taken back from states, and nobody reads them: see generate()
-        else:
-            cache.crop(-steps)
-        if self.length in self.offsets:
-            with random_numbers_in_turn(self.device):
-                if compat.philox_offset(self.device) == self.drawn_to:
-                    compat.set_philox_offset(self.device, self.offsets[self.length])
 
     def _result(self, cache: Any) -> Any:
         sequences = self.ids.contiguous()

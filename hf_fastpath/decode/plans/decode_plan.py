@@ -395,3 +395,5 @@ class DecodePlan:
         done, self.on_end = self.on_end, None
         if done is not None:
             done(self)
+
+    go_back = end  # to what goes on with the cache

@@ -17,6 +17,7 @@ from ..state.snapshot import Snapshot, walk_of
 from .decode_plan import DecodePlan
 from .draft_plan import WIDTHS, DraftPlan
 from .plan_by_length import AnyPlan, PlanByLength
+from .rows_plan import RowsPlan
 
 #: decode plans kept for one model; they differ in batch size, KV type and the way to choose tokens
 MAX_PLANS = 4
@@ -130,6 +131,12 @@ class PlanCache:
         key = cache.stored_dtype, width, cache.page_sizes
         fits = lambda plan: (plan.kv_dtype, plan.query_len, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, DraftPlan, fits, lambda: DraftPlan(part, *key))
+
+    def rows_plan(self, part: StepSource, batch: int, cache: FastpathCache) -> RowsPlan:
+        """Do as :meth:`decode_plan` for rows that hold texts of different lengths."""
+        key = batch, cache.stored_dtype, False, cache.page_sizes
+        fits = lambda plan: (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key  # noqa: E731
+        return self._taken(part, RowsPlan, fits, lambda: RowsPlan(part, *key))
 
     def _taken(self, part: StepSource, kind: type[Plan], fits: Callable[[Any], bool], make: Callable[[], Plan]) -> Plan:
         """Take or make a plan of a kind; waiting plans whose model has changed are dropped."""

@@ -36,6 +36,7 @@ class DescribedPart(ModelPart):
     held: ClassVar[Any] = None
     takes_long: ClassVar[bool] = False
     modules_use_cache: ClassVar[bool] = True
+    counts_alike: ClassVar[bool] = False
     computed_positions: ClassVar[int | None] = None  # angles are computed for any position
 
     # ---- the cache ------------------------------------------------------------------------------------------------

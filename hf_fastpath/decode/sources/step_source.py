@@ -158,6 +158,10 @@ class StepSource(Protocol):
     def computed_positions(self) -> int | None:
         """Of how many positions the model has computed a table, which its own code may make longer; None if of any."""
 
+    @property
+    def counts_alike(self) -> bool:
+        """Whether a step counts the places of its tokens in the text by itself, of all sequences alike."""
+
     # ---- the cache ------------------------------------------------------------------------------------------------
 
     @property

@@ -1,0 +1,390 @@
+"""batch(model): requests that come and end one by one, in steps that they share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import compat
+from ..decode.loops.call_scope import CallScope, Cancelled, in_scope
+from ..decode.loops.patched import STATE_KEY
+from ..decode.loops.shared_calls import why_model_not_shared
+from ..options import MAX_BATCH, bytes_of
+from .request import Request, Result, Tokens
+from .slots import capacity_for, size_for, text_bytes
+
+#: texts that are in memory beside the slots: of a request whose prompt is read, and of one that waits for its slot
+_BESIDE = 2
+#: tokens that generate() makes if nobody says how many
+_DEFAULT_TOKENS = 20
+
+
+def batch(
+    model: nn.Module,
+    prompts: Iterable[Any] | None = None,
+    *,
+    slots: int | None = None,
+    max_memory: int | str | None = None,
+    tokenizer: Any = None,
+    **defaults: Any,
+) -> Batch:
+    """Generate for many prompts at once, which may come while others run.
+
+    A request is a call of ``model.generate()`` with the same arguments, and has the same tokens: greedy ones in float32
+    exactly, samples by their own ``seed``. Requests share the model's steps, and a free place goes to the next request.
+
+    Args:
+        model: a patched model, or a wrapper of one.
+        prompts: prompts to submit, which are taken from the iterable when there is room; None to submit them by
+            :meth:`Batch.submit`.
+        slots: requests that run at once, at most; None for ``patch(max_batch_size=)``.
+        max_memory: bytes of keys and values, such as ``"2GB"``, that requests take at most; None for no limit beside
+            ``slots``. A request whose own text is too long for that fails.
+        tokenizer: reads prompts that are text, and makes text of the results; None: prompts are tokens.
+        defaults: arguments of :meth:`Batch.submit` for requests that do not give them.
+
+    Returns:
+        The batch: iterate over it (``for`` or ``async for``) for the results, in the order in which requests end. It is
+        a context manager, which cancels what still runs at its end.
+
+    Raises:
+        ValueError: the model is not patched, or an argument has no valid value.
+    """
+    return Batch(model, prompts, slots=slots, max_memory=max_memory, tokenizer=tokenizer, **defaults)
+
+
+class Batch:
+    """See :func:`batch`. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: Iterable[Any] | None = None,
+        *,
+        slots: int | None = None,
+        max_memory: int | str | None = None,
+        tokenizer: Any = None,
+        **defaults: Any,
+    ):
+        inner: Any = model if STATE_KEY in vars(model) else compat.generating_model(model)
+        if (state := vars(inner).get(STATE_KEY)) is None:
+            raise ValueError(f"this {type(model).__name__} is not patched: call hf_fastpath.patch(model) first")
+        most = min(MAX_BATCH, state.options.max_batch_size)
+        slots = most if slots is None else slots
+        if type(slots) is not int or not 1 <= slots <= most:
+            raise ValueError(f"slots is {slots!r}, expected a whole number from 1 to {most}, the max_batch_size")
+        self._limit = None if max_memory is None else bytes_of(max_memory, "max_memory")
+        self._model: Any = model
+        self._inner, self._state, self._slots = inner, state, slots
+        self._tokenizer, self._defaults = tokenizer, defaults
+        self._prompts = None if prompts is None else iter(prompts)
+        self._lock = threading.Condition()
+        self._prompt_turn, self._alone_turn = threading.Lock(), threading.RLock()
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._ended: dict[Request, Result] = {}  # in the order in which they ended; nobody has seen these results
+        self._watchers: list[Callable[[], None]] = []
+        self._count, self._threads, self._is_closed = 0, 0, False
+        self._torch_threads = torch.get_num_threads()
+
+    # ---- requests ---------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        id: str | None = None,
+        seed: int | None = None,
+        logprobs: bool | None = None,
+        stream: bool | None = None,
+        **arguments: Any,
+    ) -> Request:
+        """Add a request.
+
+        Args:
+            prompt: tokens, as a list or an int tensor [seq_len] or [1, seq_len]; or a dict of arguments of
+                ``generate()`` that hold them (of a processor or tokenizer); or text, if the batch has a tokenizer.
+            id: names the request in its result; None for a number.
+            seed: of its samples; None to draw from PyTorch's default generator.
+            logprobs: whether its result has log-probabilities.
+            stream: whether :meth:`.request.Request.tokens` gives its tokens while they come.
+            arguments: of ``generate()``: ``max_new_tokens``, ``do_sample``, ``temperature``, ``eos_token_id``,
+                processors, stopping criteria, ...
+
+        Raises:
+            ValueError: an argument has no valid value.
+            RuntimeError: the batch is closed.
+        """
+        given = self._defaults | arguments
+        seed = given.pop("seed", None) if seed is None else seed
+        wants = bool(given.pop("logprobs", False)) if logprobs is None else logprobs
+        streams = bool(given.pop("stream", False)) if stream is None else stream
+        given.pop("seed", None), given.pop("logprobs", None), given.pop("stream", None)
+        if given.get("num_return_sequences", 1) not in (None, 1):
+            raise ValueError(
+                f"num_return_sequences is {given['num_return_sequences']}, expected 1: submit the prompt several times"
+            )
+        given |= self._inputs(prompt)
+        ids = given.get("input_ids")
+        device = self._inner.device
+        scope = CallScope(True, None, wants, self._prompt_turn, self._alone_turn)
+        if seed is not None:
+            scope.generator = torch.Generator(device).manual_seed(seed)
+        streamer = Tokens() if streams else None
+        if streamer is not None:
+            given["streamer"] = streamer
+        known = [] if ids is None else ids[0].tolist()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("submit() to a batch that is closed: make another one")
+            name = str(self._count) if id is None else id
+            self._count += 1
+            made = Request(name, known, given, scope, self._new_tokens(given), streamer, self)
+            self._waiting.append(made)
+            if self._threads < min(self._slots, len(self._waiting) + len(self._running)):
+                self._threads += 1
+                threading.Thread(target=self._work, name="hf_fastpath.batch", daemon=True).start()
+            self._lock.notify_all()
+        return made
+
+    def _inputs(self, prompt: Any) -> dict[str, Any]:
+        """Return the arguments of ``generate()`` that hold a prompt.
+
+        Raises:
+            ValueError: it is none.
+        """
+        device = self._inner.device
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("a prompt is text, and the batch has no tokenizer: pass tokenizer=, or tokens")
+            prompt = self._tokenizer(prompt, return_tensors="pt")
+        if hasattr(prompt, "keys"):
+            given = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in prompt.items()}
+        else:
+            ids = torch.as_tensor(prompt)
+            given = {"input_ids": (ids[None] if ids.dim() == 1 else ids).to(device)}
+        found = given.get("input_ids")
+        if found is not None and (found.dim() != 2 or len(found) != 1 or found.is_floating_point()):
+            what = f"{found.dtype} {tuple(found.shape)}"
+            raise ValueError(f"a prompt is {what}, expected whole numbers [seq_len] or [1, seq_len]: submit rows apart")
+        return given
+
+    def _new_tokens(self, given: dict[str, Any]) -> int:
+        """Return how many tokens a request may get."""
+        configs = [given.get("generation_config"), getattr(self._inner, "generation_config", None)]
+        for name in ("max_new_tokens", "max_length"):
+            for each in (given.get(name), *(getattr(config, name, None) for config in configs)):
+                if each is not None:
+                    ids = given.get("input_ids")
+                    return max(0, each - (0 if name == "max_new_tokens" or ids is None else ids.shape[1]))
+        return _DEFAULT_TOKENS
+
+    def cancel(self, request: Request) -> None:
+        """See :meth:`.request.Request.cancel`."""
+        request.scope.is_cancelled = True
+        with self._lock:
+            if request in self._waiting:
+                self._waiting.remove(request)
+                self._finish(request, Result(request.id, request.prompt, [], "cancelled"))
+        self._state.sharing.wake()
+
+    def close(self) -> None:
+        """Cancel all requests that have not ended, wait for them, and take no more."""
+        with self._lock:
+            self._is_closed, self._prompts = True, None
+            unfinished = [*self._waiting, *self._running]
+            self._lock.notify_all()
+        for request in unfinished:
+            self.cancel(request)
+        here = threading.current_thread()
+        with self._lock:
+            while self._threads and here.name != "hf_fastpath.batch":
+                self._lock.wait()
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    # ---- results ----------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Result]:
+        """Yield results in the order in which requests end, until none is left; each is given once, here or by
+        ``Request.result()``."""
+        while True:
+            self._fill()
+            with self._lock:
+                while not self._ended and (self._waiting or self._running):
+                    self._lock.wait()
+                if not self._ended:
+                    if self._prompts is None:
+                        return
+                    continue
+                result = self._ended.pop(next(iter(self._ended)))
+            yield result
+
+    async def __aiter__(self) -> AsyncIterator[Result]:
+        """Do as iteration does, without blocking the event loop."""
+        while True:
+            await asyncio.to_thread(self._fill)
+            await self.until(lambda: bool(self._ended) or not (self._waiting or self._running))
+            with self._lock:
+                result = self._ended.pop(next(iter(self._ended))) if self._ended else None
+            if result is not None:
+                yield result
+            elif self._prompts is None:
+                return
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so that the end of a request brings about, without blocking the event loop."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(event.set)
+
+        with self._lock:
+            self._watchers.append(wake)
+        try:
+            while not is_so():
+                await event.wait()
+                event.clear()
+        finally:
+            with self._lock:
+                self._watchers.remove(wake)
+
+    def _fill(self) -> None:
+        """Submit prompts of the iterable, as long as there is room for more."""
+        while (prompts := self._prompts) is not None:
+            with self._lock:
+                if len(self._waiting) + len(self._ended) >= self._slots:
+                    return
+            try:
+                prompt = next(prompts)
+            except StopIteration:
+                self._prompts = None
+                return
+            self.submit(prompt)
+
+    def forget(self, request: Request) -> None:
+        """Give a request's result no more by iteration."""
+        with self._lock:
+            self._ended.pop(request, None)
+
+    def _finish(self, request: Request, result: Result) -> None:
+        """Note a result; the caller holds the lock."""
+        times = dict(created_at=request.created_at, started_at=request.started_at, ended_at=time.perf_counter())
+        vars(result).update(times)
+        self._ended[request] = result
+        request.finish(result)
+        for wake in self._watchers:
+            wake()
+        self._lock.notify_all()
+
+    # ---- threads ----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Run requests until none waits."""
+        torch.set_num_threads(self._torch_threads)
+        try:
+            while (request := self._next()) is not None:
+                result = self._run(request)
+                with self._lock:
+                    self._running.remove(request)
+                    self._finish(request, result)
+        finally:
+            with self._lock:
+                self._threads -= 1
+                self._lock.notify_all()
+
+    def _next(self) -> Request | None:
+        """Return the request that is to be run next, once there is room for it; None if none waits."""
+        with self._lock:
+            while self._waiting:
+                request = self._waiting[0]
+                too_long = self._too_long(request)
+                if too_long is not None:
+                    self._waiting.popleft()
+                    self._finish(request, _failed(request, too_long))
+                elif self._has_room([*self._running, request]):
+                    self._waiting.popleft()
+                    self._running.append(request)
+                    request.started_at = time.perf_counter()
+                    return request
+                else:
+                    self._lock.wait()
+            return None
+
+    def _bytes(self, requests: list[Request]) -> int:
+        """Return the bytes that keys and values of requests take at most; 0 if the model shares no steps."""
+        part = self._state.plans.part_of(self._inner)
+        if self._limit is None or part is None or why_model_not_shared(self._state, part) is not None:
+            return 0
+        shared = self._state.sharing.slots
+        room = capacity_for(max(each.length for each in requests))
+        room = max(room, 0 if shared is None or len(requests) == 1 else shared.capacity)
+        return (size_for(len(requests)) + _BESIDE) * text_bytes(part, self._state.options.kv_dtype, room)
+
+    def _has_room(self, requests: list[Request]) -> bool:
+        return self._limit is None or len(requests) == 1 or self._bytes(requests) <= self._limit
+
+    def _too_long(self, request: Request) -> ValueError | None:
+        if self._limit is None or (needed := self._bytes([request])) <= self._limit:
+            return None
+        return ValueError(
+            f"request {request.id} has up to {request.length} tokens, whose keys and values take {needed} bytes, and "
+            f"max_memory is {self._limit}: ask for fewer tokens, or allow more memory"
+        )
+
+    def _run(self, request: Request) -> Result:
+        """Make a request's call of ``generate()``; return its result, whatever happens."""
+        streamer, scope = request.streamer, request.scope
+        seen = [] if streamer is None else streamer.seen
+        try:
+            with in_scope(scope), torch.no_grad():
+                if scope.is_cancelled:
+                    raise Cancelled
+                given = dict(request.arguments)
+                made = compat.sequences_of(self._model.generate(**given))
+                count = compat.num_tokens_behind(self._inner, None, given, made)
+                tokens = made[0, made.shape[1] - count :].tolist()
+                logprobs = self._logprobs(scope, made, len(tokens)) if scope.wants_logprobs else None
+        except Cancelled:
+            return Result(request.id, request.prompt, seen, "cancelled")
+        except BaseException as error:
+            return _failed(request, error)
+        if scope.is_cancelled:
+            return Result(request.id, request.prompt, tokens, "cancelled", logprobs)
+        text = None if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
+        reason = "length" if len(tokens) >= request.new_tokens and not self._is_end(given, tokens) else "stop"
+        return Result(request.id, request.prompt, tokens, reason, logprobs, text)
+
+    def _is_end(self, given: dict[str, Any], tokens: list[int]) -> bool:
+        """Whether the last token is an end token."""
+        config = given.get("generation_config") or self._inner.generation_config
+        ends = given.get("eos_token_id", getattr(config, "eos_token_id", None))
+        known = ends if isinstance(ends, (list, tuple)) else [ends]
+        return bool(tokens) and tokens[-1] in [int(each) for each in known if each is not None]
+
+    def _logprobs(self, scope: CallScope, ids: torch.Tensor, count: int) -> list[float]:
+        """Return the log-probabilities of the last ``count`` tokens; stock code has kept none, so that the text is read
+        again."""
+        if len(scope.logprobs) == count:
+            return torch.stack([each[0] for each in scope.logprobs]).tolist() if count else []
+        with self._alone_turn:
+            logits = self._model(input_ids=ids[:, :-1]).logits[0, -count:].float()
+        return logits.log_softmax(-1).gather(1, ids[0, -count:, None])[:, 0].tolist()
+
+
+def _failed(request: Request, error: BaseException) -> Result:
+    seen = [] if request.streamer is None else request.streamer.seen
+    return Result(request.id, request.prompt, seen, "error", error=error)

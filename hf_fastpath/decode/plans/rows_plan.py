@@ -1,0 +1,113 @@
+"""The step of rows that know nothing of each other: each has a length of its own, and texts come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...cache.fastpath_cache import FastpathCache
+from .decode_plan import DecodePlan
+
+#: tokens after which a row without a text begins anew: until then the device counts on, and the host writes nothing
+_IDLE_TOKENS = 64
+
+
+class RowsPlan(DecodePlan):
+    """A decode plan whose rows are slots for texts. Positions, lengths and left padding of a step are those of its row.
+
+    A step computes every row. A row without a text, and a row that waits, have their key and value written into the
+    slot behind what they hold, which the next token of the row overwrites.
+
+    Attributes:
+        lengths: of each row, tokens that the cache holds of its text; of a row without a text, any number.
+        chosen: of each row, the most likely token behind the last step.
+    """
+
+    lengths: list[int]
+    chosen: list[int]
+
+    def begin_rows(self, cache: FastpathCache) -> None:
+        """Start over a cache whose rows hold no text."""
+        self.begin(cache, torch.zeros(self.batch, dtype=torch.long), None)
+        self.lengths, self._places, self._first = [0] * self.batch, [0] * self.batch, [0] * self.batch
+        self._is_taken = [False] * self.batch
+        self.chosen = self.tokens[:, 0].tolist()
+        self._is_stale = True  # the device counts other lengths and positions than the host
+
+    def seat(self, row: int, length: int, position: int, start: int = 0) -> None:
+        """Let a row go on with a text that the cache holds there.
+
+        Args:
+            row: which has no text.
+            length: tokens that the cache holds of it.
+            position: position id of the next token, 0 to ``length``.
+            start: left padding.
+        """
+        self.lengths[row], self._places[row], self._first[row] = length, position, start
+        self._is_taken[row] = self._is_stale = True
+
+    def clear(self, row: int) -> None:
+        """Let go of a row's text."""
+        self.lengths[row], self._places[row], self._first[row] = 0, 0, 0
+        self._is_taken[row], self._is_stale = False, True
+
+    def text_at(self, row: int) -> tuple[int, int, int]:
+        """Return what :meth:`seat` would be given for a row as it is now: length, next position and left padding."""
+        return self.lengths[row], self._places[row], self._first[row]
+
+    def take_on_weights(self) -> None:
+        """Take on weights that have changed since the plan began."""
+        self._fill_values()
+        self.program.renew()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max((length for length, taken in zip(self.lengths, self._is_taken) if taken), default=0)
+
+    def step_rows(self, tokens: Sequence[int | None]) -> torch.Tensor:
+        """Read the next token of some rows.
+
+        Args:
+            tokens: of each row, the token that the row reads; None for a row without a text, and for one that waits.
+
+        Returns:
+            [batch, vocab_size] logits, valid until the next step.
+        """
+        given = [token if token is not None else old for token, old in zip(tokens, self.chosen)]
+        if given != self.chosen:
+            self.tokens.copy_(torch.tensor(given, device="cpu")[:, None])
+            self.chosen = given
+        self._settle()
+        self._is_stale = True  # until the step is through: it may break off
+        self.step()
+        self.chosen = self.tokens[:, 0].tolist()
+        self._is_stale = False
+        for row, token in enumerate(tokens):
+            if token is None and self._is_taken[row]:
+                self._is_stale = True
+                continue
+            self.lengths[row] += 1
+            self._places[row] += 1
+            if not self._is_taken[row] and self.lengths[row] >= min(_IDLE_TOKENS, self.longest):
+                self.clear(row)
+        return self.logits
+
+    def _settle(self) -> None:
+        """Let cache and device hold what the host knows of the rows."""
+        longest = max(self.lengths)
+        for layer in self.cache.key_layers:
+            layer.hold_rows(longest)
+        self._held = longest
+        self._ahead = [place - longest for place in self._places]
+        if not self._is_stale:
+            return
+        self._covered = range(0)
+        positions = [place + shift for place, shift in zip(self._places, self._shifts)]
+        for target, values in (
+            (self.seq_lens, [length + 1 for length in self.lengths]),
+            (self.positions, [[position] for position in positions]),
+            (self.starts, self._first),
+        ):
+            target.copy_(torch.tensor(values, dtype=target.dtype, device="cpu"))
