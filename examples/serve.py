@@ -8,8 +8,8 @@
 
 OpenAI's own client takes it as ``OpenAI(base_url="http://localhost:8000/v1", api_key="none")``.
 
-Requests take turns, because one sequence alone keeps the memory bus busy. ``transformers serve`` has more endpoints;
-see ``transformers_serve.py``.
+Requests that come while others run share the steps of the model, ``patch(share_steps=True)``: each is a call of
+``generate()`` in a thread of its own. ``transformers serve`` has more endpoints; see ``transformers_serve.py``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Answer:
     """An answer that is being generated: iterate over its text; ``finish_reason`` and ``usage`` are there at the end.
 
     Args:
-        turn: what requests take turns by.
+        turn: what requests take turns by to use the tokenizer, which is not made for threads.
     """
 
     def __init__(self, model, tokenizer, request: Request, turn: threading.Lock):
@@ -99,8 +99,8 @@ class Answer:
         options = sampling if request.temperature > 0 else dict(do_sample=False)
         with self.turn:
             inputs = self._prompt()
-            given = dict(streamer=streamer, stopping_criteria=[stopped], max_new_tokens=request.max_tokens)
-            ids = self.model.generate(**inputs, **given, **options)[0].tolist()
+        given = dict(streamer=streamer, stopping_criteria=[stopped], max_new_tokens=request.max_tokens)
+        ids = self.model.generate(**inputs, **given, **options)[0].tolist()
         read = inputs["input_ids"].shape[1]
         made = len(ids) - read
         self.usage = dict(prompt_tokens=read, completion_tokens=made, total_tokens=len(ids))
@@ -181,7 +181,7 @@ def load(model: str | None, dtype: str = "auto"):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source, more = source_of(model)
     loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **more).to(device).eval()
-    return hf_fastpath.patch(loaded), AutoTokenizer.from_pretrained(source, **more), Path(source).name
+    return hf_fastpath.patch(loaded, share_steps=True), AutoTokenizer.from_pretrained(source, **more), Path(source).name
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ class PatchingModelManager(model_manager.ModelManager):
             if model not in self.seen:
                 self.seen.add(model)
                 try:
-                    hf_fastpath.patch(model)
+                    hf_fastpath.patch(model, share_steps=True)
                 except hf_fastpath.UnsupportedModelError as error:
                     print(f"served by stock code: {error}", file=sys.stderr)
         return model, processor

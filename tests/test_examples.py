@@ -6,6 +6,8 @@ import copy
 import importlib.util
 import json
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -178,6 +180,56 @@ def test_server_answers_the_client_of_openai(client):
     assert chunks[-1].usage == answer.usage and not chunks[-1].choices
     with pytest.raises(openai.UnprocessableEntityError):
         ours.chat.completions.create(model="tiny", messages=[])
+
+
+def test_many_prompts_at_once(fast_counts, capsys):
+    batch, (stock, words) = example("batch"), (trained(), tokenizer())
+    answers = batch.main(max_new_tokens=12)
+    assert len(answers) == len(batch.PROMPTS) and "rows a step" in capsys.readouterr().out
+    torch.manual_seed(2)
+    inputs = words(batch.PROMPTS[2], return_tensors="pt")
+    ids = stock.generate(**inputs, max_new_tokens=12, do_sample=True, top_p=0.9, temperature=0.6)
+    assert answers["2"] == words.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_server_shares_steps_among_sixteen_clients(fast_counts):
+    """A server on a port of its own, and as many threads, each with OpenAI's client; some read streams."""
+    for package in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    import openai
+    import uvicorn
+
+    model = hf_fastpath.patch(trained(), quiet=True, share_steps=True)
+    app = example("serve").make_app(model, tokenizer(), "tiny")
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    running = threading.Thread(target=server.run, daemon=True)
+    running.start()
+    while not server.started:
+        time.sleep(0.01)
+    (port,) = {socket.getsockname()[1] for each in server.servers for socket in each.sockets}
+    texts = [f"import os\n\n\ndef {'abcdefghijklmnop'[number]}" for number in range(16)]
+    found: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        messages = [{"role": "user", "content": texts[number]}]
+        given = dict(model="tiny", messages=messages, temperature=0, max_tokens=40)
+        if number % 2:
+            pieces = (each.choices[0].delta.content for each in client.chat.completions.create(stream=True, **given))
+            found[number] = "".join(filter(None, pieces))
+        else:
+            found[number] = client.chat.completions.create(**given).choices[0].message.content
+
+    clients = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(16)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join(120)
+    server.should_exit = True
+    running.join(30)
+    assert [found.get(number) for number in range(16)] == [stock_answer(text, 40) for text in texts]
+    assert fast_counts(model) == (16 * 40, 0)
+    assert max(hf_fastpath.report(model).stats["shared_steps"]) > 1
 
 
 @pytest.mark.parametrize("wrong", (dict(messages=[]), dict(max_tokens=0), dict(top_p=0), dict(temperature=-1)))
