@@ -71,8 +71,8 @@ def patch(
             that sequences share, see ``FastpathCache``. With None, every layer has one buffer.
         prefix_cache: bytes, such as ``"2GB"``, for what ``generate()`` has made of texts: a prompt that begins as an
             earlier text did is read from there on. With None, nothing is kept of a call.
-        share_steps: calls of ``generate()`` that run at once, in several threads, share steps (see ``batch``). A call
-            that runs alone is as it is without.
+        share_steps: calls of ``generate()`` that run at once, in several threads, share steps of a model on a CPU (see
+            ``batch``). A call that runs alone is as it is without.
 
     Returns:
         The same model.
