@@ -41,7 +41,7 @@ from .multimodal import Behind
 from .patched import Patched
 from .shared_calls import SharedCall, logprobs_of, to_tokens, with_request
 from .stand_in import StandIn
-from .tokens_ahead import TokensAhead
+from .tokens_ahead import Pending, TokensAhead
 
 #: number of tokens that the host may be ahead of the device: enough to hide the host's work, few enough to waste little
 #: when the text ends
@@ -326,6 +326,14 @@ class _Loop(TokensAhead):
             return not bool(self.unfinished.any())
         self._send(tokens)
         return self._look_back() or (self.max_length is not None and self.length >= self.max_length)
+
+    def _follow_plan(self, plan: AnyPlan, cache_length: int) -> bool:
+        """Take on the tokens that the plan has chosen; return whether to stop."""
+        self.length += 1
+        event = self._event() if self.device.type == "cuda" else None
+        tokens, unfinished = plan.choice(cache_length)
+        self.pending.append(Pending(self.length, tokens, unfinished, event, chosen_by_plan=True))
+        return self._look_back() or self.length >= self.max_length
 
     def _result(self, cache: Any) -> Any:
         sequences = self.ids.contiguous()

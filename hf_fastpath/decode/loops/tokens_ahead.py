@@ -11,7 +11,6 @@ import torch
 
 from ... import compat
 from ...cache.fastpath_cache import FastpathCache
-from ..plans.plan_by_length import AnyPlan
 from ..ranks.process_group import Ranks
 from ..run.graph import random_numbers_in_turn
 
@@ -76,14 +75,6 @@ class TokensAhead:
             drawn = function(*arguments)
             self.drawn_to = compat.philox_offset(self.device)
             return drawn
-
-    def _follow_plan(self, plan: AnyPlan, cache_length: int) -> bool:
-        """Take on the tokens that the plan has chosen; return whether to stop."""
-        self.length += 1
-        event = self._event() if self.device.type == "cuda" else None
-        tokens, unfinished = plan.choice(cache_length)
-        self.pending.append(Pending(self.length, tokens, unfinished, event, chosen_by_plan=True))
-        return self._look_back() or self.length >= self.max_length
 
     def _send(self, tokens: torch.Tensor) -> None:
         """Start copying this step's tokens to the host."""
