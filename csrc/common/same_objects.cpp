@@ -1,11 +1,11 @@
-// Whether Python containers hold the objects that they held: a walk over pointers, by functions of CPython's stable
-// interface, which the caller hands over, so that the library depends on no Python. Part of both libraries.
+// Whether Python containers hold the objects that they held: a walk over pointers, by functions of CPython's
+// stable interface, which the caller hands over, so that the library depends on no Python. Part of both
+// libraries.
 #include <cstdint>
 
 using Object = void;
 
 namespace {
-
 
 enum Kind : uint8_t { ITEMS_OF_DICT = 0, LIST = 1, ATTRIBUTES = 2, CHOSEN_ITEMS = 3 };
 
@@ -25,7 +25,8 @@ bool has_items(const Python& python, Object* dict, int64_t size, Object* const* 
   intptr_t place = 0;
   Object *key, *value;
   for (int64_t item = 0; item < size; ++item, before += 2)
-    if (!python.next_of_dict(dict, &place, &key, &value) || key != before[0] || (before[1] && value != before[1]))
+    if (!python.next_of_dict(dict, &place, &key, &value) || key != before[0] ||
+        (before[1] && value != before[1]))
       return false;
   return true;
 }
@@ -52,16 +53,16 @@ bool has_attributes(const Python& python, Object* object, Object* const* before)
 
 }  // namespace
 
-// Returns the first container from `begin` on that does not hold what it held; `count` if all do. To be called by a
-// thread that holds Python's lock.
+// Returns the first container from `begin` on that does not hold what it held; `count` if all do. To be
+// called by a thread that holds Python's lock.
 //
 // python      PyDict_Size, PyDict_GetItem, PyDict_Next, PyList_Size, PyList_GetItem, PyObject_GenericGetDict,
 //             PyObject_Type and Py_DecRef.
-// containers  `count` dicts, lists and objects that have a dict of attributes, of the given kinds, with their sizes.
-// before      the objects of all containers; those of container i begin at starts[i].
+// containers  `count` dicts, lists and objects that have a dict of attributes, of the given kinds, with their
+// sizes. before      the objects of all containers; those of container i begin at starts[i].
 extern "C" __attribute__((visibility("default"))) int64_t hf_fastpath_first_changed(
-    const Python* python, Object* const* containers, const uint8_t* kinds, const int64_t* sizes, const int64_t* starts,
-    Object* const* before, int64_t count, int64_t begin) {
+    const Python* python, Object* const* containers, const uint8_t* kinds, const int64_t* sizes,
+    const int64_t* starts, Object* const* before, int64_t count, int64_t begin) {
   for (int64_t i = begin; i < count; ++i) {
     Object* container = containers[i];
     if (kinds[i] == ATTRIBUTES) {

@@ -36,7 +36,7 @@ HF_VALUE float quant_value(const PackedTraits& traits, uint32_t quant) {
   switch (traits.values) {
     case PackedValues::kIntegers:
       return static_cast<float>(is_signed(traits) ? static_cast<int>(static_cast<int8_t>(quant))
-                                                   : static_cast<int>(quant) - traits.zero);
+                                                  : static_cast<int>(quant) - traits.zero);
     case PackedValues::kFloats: {  // bits of e4m3 are those of a float16 that is 2^-8 of the value
       const float magnitude = half_value(static_cast<uint16_t>((quant & 0x7f) << 7)) * 256.0f;
       return quant & 0x80 ? -magnitude : magnitude;
