@@ -9,8 +9,8 @@ zeros are separate tensors, so that a kernel reads each of them as one unbroken 
 
 * quants, uint8 [rows, blocks * BLOCK * bits / 8]: rows are padded to whole blocks of 128 weights. A block consists of
   32-bit little-endian words of four or eight neighboring weights each, the first weight in the lowest bits. A block has
-  four stretches of 32 weights, whose words take turns: word ``4 w + s`` is the ``w``-th word of stretch ``s``. So 16
-  bytes hold one word of each stretch, and a lane that reads every fourth word reads one stretch.
+  four sub-blocks of 32 weights, whose words take turns: word ``4 w + s`` is the ``w``-th word of sub-block ``s``. So 16
+  bytes hold one word of each sub-block, and a lane that reads every fourth word reads one sub-block.
 * scales, float16 or of tables float32 [rows, groups], and zeros, uint8 [rows, groups]; the padding of a block is quants
   of value zero.
 * multiplier, a power of two for the whole matrix: it keeps the scales in float16's normal range.
@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 #: weights that are ordered together; rows are padded to whole blocks
 BLOCK = 128
-#: stretches of a block, whose words take turns
-STRETCHES = 4
+#: sub-blocks of a block, whose words take turns
+SUB_BLOCKS = 4
 #: steps that 1 may be in a table: with 14 bits of x, sums over the 16 products of an int32 stay below 2^31
 MOST_STEPS = 1 << 13
 
@@ -40,7 +40,7 @@ MOST_STEPS = 1 << 13
 #: type of scales -> bytes of a scale; ``scale_value()`` of ``csrc/weights/packed_values.h`` reads them
 SCALE_BYTES = {"float16": 2, "float32": 4}
 #: groups that a block is cut into evenly; 0: a whole row
-_GROUPS = (0, BLOCK // STRETCHES, 2 * BLOCK // STRETCHES, BLOCK)
+_GROUPS = (0, BLOCK // SUB_BLOCKS, 2 * BLOCK // SUB_BLOCKS, BLOCK)
 
 
 class QuantValues(enum.Enum):
@@ -92,7 +92,7 @@ class Format:
         scale_dtype: type of a scale, "float16", or "float32" where values are a table.
         table: the values, each a float32; empty if values are none.
         steps: of a table: 1 is so many steps. Kernels that multiply integers round values to whole steps.
-        order: how quants lie: "stretches", see the module's docstring.
+        order: how quants lie: "sub-blocks", see the module's docstring.
         has_kernels: whether kernels for vector instructions and GPUs read such weights; else the portable kernel does
             on a CPU, and on a GPU weights are dequantized in front of each product. That is right and slow.
 
@@ -112,7 +112,7 @@ class Format:
     scale_dtype: str = "float16"
     table: tuple[float, ...] = ()
     steps: int = 0
-    order: str = "stretches"
+    order: str = "sub-blocks"
     has_kernels: bool = True
 
     def __post_init__(self) -> None:
@@ -136,13 +136,13 @@ class Format:
             f"zero is {self.zero} and not fixed": self.zero == 0 or self.zeros is ZeroPoints.FIXED,
             f"direction is {self.direction}, expected inputs": self.direction == "inputs",
             f"scale_dtype is {self.scale_dtype}, expected {' or '.join(SCALE_BYTES)}": self.scale_dtype in SCALE_BYTES,
-            f"order is {self.order}, expected stretches": self.order == "stretches",
+            f"order is {self.order}, expected sub-blocks": self.order == "sub-blocks",
         }
 
     def _rules_of_kernels(self) -> dict[str, bool]:
         """Return what kernels take for granted; ``Traits`` of ``packed_format.h`` says which ones they are."""
         is_table = self.values is QuantValues.TABLE
-        groups = (2 * BLOCK // STRETCHES,) if is_table else (0, BLOCK // STRETCHES, BLOCK)
+        groups = (2 * BLOCK // SUB_BLOCKS,) if is_table else (0, BLOCK // SUB_BLOCKS, BLOCK)
         scale = "float32" if is_table else "float16"
         return {
             f"bits is {self.bits}, expected 4 or 8": self.bits in (4, 8),
@@ -157,7 +157,7 @@ class Format:
             or self.group == 32,
             f"direction is {self.direction}, expected inputs": self.direction == "inputs",
             f"scale_dtype is {self.scale_dtype}, expected {scale}": self.scale_dtype == scale,
-            f"order is {self.order}, expected stretches": self.order == "stretches",
+            f"order is {self.order}, expected sub-blocks": self.order == "sub-blocks",
         }
 
     @property

@@ -138,7 +138,7 @@ template <PackedFormat kFormat>
 void print() {
   using T = Traits<kFormat>;
   std::printf("[\\"%s\\", %d, %d, %d, %d, %d, %d, %d, [", traits_of(kFormat).name, int(kFormat), T::kBits, T::kIsFloat,
-              T::kHasZeros, T::kZero, T::kScalesSums, T::kEachStretch);
+              T::kHasZeros, T::kZero, T::kScalesSums, T::kEachSubBlock);
   for (float value : traits_of(kFormat).table) std::printf("%.9g, ", value);
   std::printf("%d, %d, %d], [", T::kHasTable, T::kScaleBytes, traits_of(kFormat).steps);
   for (int64_t blocks = 1; blocks < 4; ++blocks) std::printf("%d, ", int(groups_of(kFormat, blocks)));
@@ -180,11 +180,11 @@ def test_traits_are_those_of_the_formats(tmp_path):
     said = subprocess.run([str(tmp_path / "print")], capture_output=True, text=True, check=True).stdout
     rows = [json.loads(line) for line in said.splitlines()]
     assert [row[0] for row in rows] == WITH_KERNELS
-    for name, number, bits, is_float, has_zeros, zero, of_row, each_stretch, table, groups, places in rows:
+    for name, number, bits, is_float, has_zeros, zero, of_row, each_sub_block, table, groups, places in rows:
         format = FORMATS[name]
         assert (number, bits, is_float) == (format.number, format.bits, format.is_float)
         assert (has_zeros, zero) == (format.has_zeros, format.zero)
-        assert (of_row, each_stretch) == (format.group == 0, format.group == 32)
+        assert (of_row, each_sub_block) == (format.group == 0, format.group == 32)
         assert [float(np.float32(value)) for value in table[:16]] == list(format.table or [0] * 16)
         assert table[16:] == [format.is_table, format.scale_bytes, format.steps]
         assert groups[:-1] == [format.groups(128 * blocks) for blocks in (1, 2, 3)]

@@ -87,7 +87,7 @@ struct Plain {
     const uint16_t* from = rows.weight + outputs.row(unit) * rows.stride + k;
     uint16_t* const to = outputs.row_tiles(unit);
     const int64_t left = rows.in_features - k;
-    const auto stretch = [&](int s, __m512i bits) __attribute__((always_inline)) {
+    const auto sub_block = [&](int s, __m512i bits) __attribute__((always_inline)) {
       prefetch(from + s * kAmxInputs + kUnitsAhead * rows.stride);
       __m512i terms[kTerms];
       in_terms<Element>(bits, terms);
@@ -96,11 +96,11 @@ struct Plain {
     };
     if (left >= kPackedBlock) {
 #pragma GCC unroll 4
-      for (int s = 0; s < kStretches; ++s) stretch(s, _mm512_loadu_si512(from + s * kAmxInputs));
+      for (int s = 0; s < kSubBlocks; ++s) sub_block(s, _mm512_loadu_si512(from + s * kAmxInputs));
     } else {
-      for (int s = 0; s < kStretches; ++s) {
+      for (int s = 0; s < kSubBlocks; ++s) {
         const __mmask32 mask = first_of_32(left - s * kAmxInputs);
-        stretch(s, _mm512_maskz_loadu_epi16(mask, from + s * kAmxInputs));
+        sub_block(s, _mm512_maskz_loadu_epi16(mask, from + s * kAmxInputs));
       }
     }
   }
@@ -156,7 +156,7 @@ struct Packed : SumScaledRows<kFormat> {
 // 32 outputs of a block on their way into tiles.
 template <class Weight>
 struct Staging {
-  static constexpr int64_t kBlockElements = kStretches * Weight::kTerms * kPair * kAmxElements;
+  static constexpr int64_t kBlockElements = kSubBlocks * Weight::kTerms * kPair * kAmxElements;
   const Weight& weight;
   Outputs outputs;
   int64_t k, blocks;            // the first input, and how many times kPackedBlock
@@ -310,7 +310,7 @@ bool strip(const GemmArgs& args, int64_t begin, int64_t end, float* scratch) {
   use_tiles_for(kAmxRows, kAmxRows);
   bool finite = true;
   for (int64_t block = 0; block < blocks; block += kBlocks) {
-    const int64_t steps = min_of(kBlocks, blocks - block) * kStretches;
+    const int64_t steps = min_of(kBlocks, blocks - block) * kSubBlocks;
     const bool last = block + kBlocks >= blocks;
     for (int64_t n = begin; n < end; n += kPairRows, turn ^= 1) {
       const bool same = n + kPairRows < end;

@@ -31,7 +31,7 @@ HF_INLINE int64_t group_begin(int64_t rows, int64_t group) { return rows * group
 // ---- weights ------------------------------------------------------------------------------------------
 // A block of kPackedBlock inputs of an output goes to every kTogether-th vector.
 
-HF_INLINE void store_stretch(uint16_t* to, int s, __m512i words) {
+HF_INLINE void store_sub_block(uint16_t* to, int s, __m512i words) {
   _mm512_store_si512(to + s * kTogether * kStep, words);
 }
 
@@ -43,14 +43,14 @@ struct Plain {
     return {static_cast<const uint16_t*>(args.weight), args.weight_stride, args.in_features};
   }
   HF_INLINE void ask_for(const Plain& rows, int64_t row, int64_t b) {
-    for (int s = 0; s < kStretches; ++s)
+    for (int s = 0; s < kSubBlocks; ++s)
       prefetch(rows.weight + row * rows.stride + b * kPackedBlock + s * kStep);
   }
   HF_INLINE void stage(const Plain& rows, int64_t row, int64_t b, uint16_t* to) {
     const uint16_t* from = rows.weight + row * rows.stride + b * kPackedBlock;
     const int64_t left = rows.in_features - b * kPackedBlock;
-    for (int s = 0; s < kStretches; ++s) {
-      store_stretch(to, s, _mm512_maskz_loadu_epi16(first_of_32(left - s * kStep), from + s * kStep));
+    for (int s = 0; s < kSubBlocks; ++s) {
+      store_sub_block(to, s, _mm512_maskz_loadu_epi16(first_of_32(left - s * kStep), from + s * kStep));
     }
   }
 };
@@ -66,7 +66,7 @@ struct Packed : SumScaledRows<kFormat> {
   }
   HF_INLINE void stage(const Packed& weight, int64_t row, int64_t b, uint16_t* to) {
     dequantize_block<kFormat, BF16, 1>(weight.rows, row, b, 1.0f, weight.values,
-                                       [&](int s, int, __m512i words) { store_stretch(to, s, words); });
+                                       [&](int s, int, __m512i words) { store_sub_block(to, s, words); });
   }
 };
 
@@ -200,7 +200,7 @@ void outputs(const GemmArgs& args, int64_t begin, int64_t end, float* accumulato
   for (int64_t n = begin; n < end; n += kStrip) {
     const int64_t count = min_of(kStrip, end - n);
     for (int64_t b = 0; b < blocks; b += kBlocks) {
-      const int64_t some = min_of(kBlocks, blocks - b), steps = some * kStretches;
+      const int64_t some = min_of(kBlocks, blocks - b), steps = some * kSubBlocks;
       for (int64_t r = 0; r < count; r += kStaged) {
         // After these the next outputs are staged, or the first of the strip in the next block.
         const bool same = r + kStaged < count, more = b + kBlocks < blocks;

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) latent_attention_kernel(LatentSplits
 #pragma unroll
   for (int i = 0; i < kLaneRope; ++i) {
     const int d = i * kWarpSize + lane;
-    rotated[i] = d < rope_dim ? turned(p, row, q_rope, d) : 0.f;
+    rotated[i] = d < rope_dim ? rotated_at(p, row, q_rope, d) : 0.f;
   }
   double acc[kLaneLatents] = {}, max = -INFINITY, total = 0.0;
 #pragma unroll 1

@@ -61,9 +61,9 @@ struct Sequence {
   }
 };
 
-// Element e of a rotary part, turned if there are angles.
+// Element e of a rotary part, rotated if there are angles.
 template <class T>
-float turned(const LatentAttentionParams& p, int64_t row, const T* x, int64_t e) {
+float rotated_at(const LatentAttentionParams& p, int64_t row, const T* x, int64_t e) {
   if (p.cos.data == nullptr) return to_float(x[e]);
   const Turn turn(p.rotation, static_cast<int>(e), static_cast<int>(p.rope_dim));
   return to_float(x[turn.own]) * to_float(head_of<T>(p.cos, row, 0)[e]) +
@@ -78,7 +78,7 @@ void append(const LatentAttentionParams& p, int64_t row) {
   std::copy(latent, latent + p.rank, sequence.latents + (sequence.last - 1) * p.rank);
   T* key = sequence.rope_keys + (sequence.last - 1) * p.rope_dim;
   for (int64_t e = 0; e < p.rope_dim; ++e)
-    from_float(turned(p, row, head_of<T>(p.new_rope, row, 0), e), key + e);
+    from_float(rotated_at(p, row, head_of<T>(p.new_rope, row, 0), e), key + e);
 }
 
 // Heads [begin, end) of one sequence.
@@ -98,7 +98,7 @@ void run_heads(const LatentAttentionParams& p, int64_t row, int64_t begin, int64
   for (int64_t h = 0; h < heads; ++h) {
     convert(p.dtype, head_of<T>(p.q_latent, row, begin + h), queries + h * width, p.rank);
     const T* rope = head_of<T>(p.q_rope, row, begin + h);
-    for (int64_t e = 0; e < p.rope_dim; ++e) queries[h * width + p.rank + e] = turned(p, row, rope, e);
+    for (int64_t e = 0; e < p.rope_dim; ++e) queries[h * width + p.rank + e] = rotated_at(p, row, rope, e);
     running[h] = {-INFINITY, 0.0};
   }
   std::fill(sums, sums + heads * p.rank, 0.0f);

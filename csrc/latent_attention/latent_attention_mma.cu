@@ -66,9 +66,9 @@ __device__ __forceinline__ void load_tile(const LatentAttentionParams& p, const 
   commit_copies();
 }
 
-// The chunk of a rotary part from element e on, turned if there are angles; all accesses are whole.
+// The chunk of a rotary part from element e on, rotated if there are angles; all accesses are whole.
 template <class T>
-__device__ __forceinline__ void turned_chunk(const LatentAttentionParams& p, int row, const T* x, int e,
+__device__ __forceinline__ void rotated_chunk(const LatentAttentionParams& p, int row, const T* x, int e,
                                              float (&values)[kChunkElems]) {
   using C = Chunk<T, kChunkElems>;
   if (!p.cos.data) return C::unpack(C::load_l2(x + e), values);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void put_newest(const LatentAttentionParams& p, const
     raw = C::load_l2(head_of<T>(p.new_latent, row, 0) + e);
   } else {
     float values[kChunkElems];
-    turned_chunk(p, row, head_of<T>(p.new_rope, row, 0), e - kRank, values);
+    rotated_chunk(p, row, head_of<T>(p.new_rope, row, 0), e - kRank, values);
     raw = C::pack(values);
   }
   *reinterpret_cast<uint4*>(tile + L::at(r, chunk)) = raw;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void load_queries(const LatentAttentionParams& p, int
     const int r = i / kTurned, chunk = i % kTurned;
     const bool present = first_head + r < p.heads;
     float values[kChunkElems];
-    turned_chunk(p, row, head_of<T>(p.q_rope, row, present ? first_head + r : first_head),
+    rotated_chunk(p, row, head_of<T>(p.q_rope, row, present ? first_head + r : first_head),
                  chunk * kChunkElems, values);
     *reinterpret_cast<uint4*>(queries + L::at(r, kPlain + chunk)) = present ? C::pack(values) : C::zero();
   }

@@ -16,7 +16,7 @@ enum class Rotation : int { kHalves = 0, kNeighbors = 1, kNeighborsToHalves = 2 
 #define HF_FASTPATH_EVERYWHERE
 #endif
 
-// Element e of what is turned is x[own] * cos[e] + sign * x[other] * sin[e].
+// Element e of what is rotated is x[own] * cos[e] + sign * x[other] * sin[e].
 struct Turn {
   int own, other;
   float sign;

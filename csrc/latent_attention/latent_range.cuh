@@ -38,9 +38,9 @@ struct LatentRange {
   __device__ __forceinline__ int end(int split) const { return min(begin(split) + chunk, last); }
 };
 
-// Element e of a rotary part, turned if there are angles.
+// Element e of a rotary part, rotated if there are angles.
 template <class T>
-__device__ __forceinline__ float turned(const LatentAttentionParams& p, int row, const T* x, int e) {
+__device__ __forceinline__ float rotated_at(const LatentAttentionParams& p, int row, const T* x, int e) {
   if (!p.cos.data) return load_float_l2(x + e);
   const Turn turn(p.rotation, e, static_cast<int>(p.rope_dim));
   const float cos = load_float_l2(head_of<T>(p.cos, row, 0) + e);
@@ -53,7 +53,7 @@ template <class T>
 __device__ __forceinline__ T newest(const LatentAttentionParams& p, int row, int e) {
   const int rank = static_cast<int>(p.rank);
   if (e < rank) return Chunk<T, 1>::load_l2(head_of<T>(p.new_latent, row, 0) + e);
-  return from_float<T>(turned(p, row, head_of<T>(p.new_rope, row, 0), e - rank));
+  return from_float<T>(rotated_at(p, row, head_of<T>(p.new_rope, row, 0), e - rank));
 }
 
 // Appends the newest position, which one block of a row does; the others take it from where it comes from.

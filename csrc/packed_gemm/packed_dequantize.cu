@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWords = PackedPiece<kFormat>::kBits / 4,
                 kBlockWords = int(kPackedBlock) / kNeighbors * kWords;
   using Of = Traits<kFormat>;
-  constexpr int kGroups = Of::kEachStretch ? int(kStretches) : 1;
+  constexpr int kGroups = Of::kEachSubBlock ? int(kSubBlocks) : 1;
   const float* table = nullptr;
   if constexpr (Of::kHasTable) table = shared_table<kFormat>(std::make_integer_sequence<int, 16>());
   const int64_t row = begin + blockIdx.x;
@@ -53,18 +53,18 @@ __global__ void __launch_bounds__(kThreads)
   const int count = matrix.blocks * int(kPackedBlock) / kNeighbors;
 #pragma unroll 4
   for (int at = threadIdx.x; at < count; at += kThreads) {
-    // Neighbors in memory are of four stretches: a thread takes the word, or two, of one of them.
-    const int block = at / 16, stretch = at % 4, w = at / 4 % 4;
-    const int first = block * int(kPackedBlock) + stretch * int(kStretch) + w * kNeighbors;
+    // Neighbors in memory are of four sub-blocks: a thread takes the word, or two, of one of them.
+    const int block = at / 16, sub_block = at % 4, w = at / 4 % 4;
+    const int first = block * int(kPackedBlock) + sub_block * int(kSubBlock) + w * kNeighbors;
     if (first >= k) continue;
     uint32_t words[2] = {};
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
-      words[i] = __ldcs(from + block * kBlockWords + (w * kWords + i) * int(kStretches) + stretch);
-    const int64_t group = Of::kScalesSums ? row : groups + block * kGroups + (kGroups > 1 ? stretch : 0);
+      words[i] = __ldcs(from + block * kBlockWords + (w * kWords + i) * int(kSubBlocks) + sub_block);
+    const int64_t group = Of::kScalesSums ? row : groups + block * kGroups + (kGroups > 1 ? sub_block : 0);
     float scale = matrix.multiplier;
     if constexpr (Of::kScaleBytes == 4) {
-      const int of_row = block * Of::kScalesPerBlock + stretch / Of::kTogether;
+      const int of_row = block * Of::kScalesPerBlock + sub_block / Of::kTogether;
       scale *= __ldg(reinterpret_cast<const float*>(matrix.scales + groups) + of_row);
     } else {
       scale *= __half2float(__ushort_as_half(__ldg(matrix.scales + group)));

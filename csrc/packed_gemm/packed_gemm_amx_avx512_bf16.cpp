@@ -15,7 +15,7 @@
 namespace hf_fastpath {
 namespace {
 
-static_assert(kRun == kAmxRows && kStretch == kAmxInputs);
+static_assert(kRun == kAmxRows && kSubBlock == kAmxInputs);
 
 // Blocks ahead in its row that quants are asked for.
 constexpr int64_t kAheadBlocks = 4;
@@ -30,7 +30,7 @@ struct Registers {
   static constexpr int kAccumulators = kTiles * kGroups;
   // Chains of sums: of every other product where registers are left, as short chains round less.
   static constexpr int kChains = kAccumulators <= 2 ? 2 : 1;
-  static constexpr int64_t kBuffer = kStretches * kWeights * kAmxElements;
+  static constexpr int64_t kBuffer = kSubBlocks * kWeights * kAmxElements;
 
   using Weight = PackedRows<kFormat>;
 
@@ -66,7 +66,7 @@ struct Registers {
     }
   }
 
-  // Adds the products of stretch kS of a block in the buffer with one term of x; x: its tile of the first
+  // Adds the products of sub-block kS of a block in the buffer with one term of x; x: its tile of the first
   // group, which lies `group` elements before the next's.
   template <int kS, int kXTerm>
   HF_INLINE void multiply(const uint16_t* buffer, const uint16_t* x, int64_t group) {
@@ -99,12 +99,12 @@ template <class Element, PackedFormat kFormat, int kGroups>
 bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
   constexpr bool kInTwo = std::is_same_v<Element, F16>;
   using Registers = Registers<kFormat, kInTwo, kGroups>;
-  constexpr int kQuarter = Registers::kRows / kStretches;
+  constexpr int kQuarter = Registers::kRows / kSubBlocks;
   constexpr Indices<Registers::kAccumulators * Registers::kChains> kEachAccumulator;
   alignas(64) uint16_t buffer[2][Registers::kBuffer];
   alignas(64) float accumulators[Registers::kAccumulators * Registers::kChains][kAmxRows * kAmxRows];
   alignas(64) float y[kMaxPackedAmxRows * kRun];
-  const int64_t group = args.weight.blocks * kStretches * kAmxElements;  // elements of x
+  const int64_t group = args.weight.blocks * kSubBlocks * kAmxElements;  // elements of x
   const auto weight = Registers::Weight::of(args.weight);
   const int64_t last = end - 1;
   Fp8Values
@@ -122,7 +122,7 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
       const bool same = b + 1 < args.weight.blocks;
       const int64_t then = same ? n : n + Registers::kRows, block = same ? b + 1 : 0;  // what is dequantized
       Registers::prefetch_scales(weight, n, b);
-      for_each_index(Indices<int(kStretches)>(), [&](auto s) __attribute__((always_inline)) {
+      for_each_index(Indices<int(kSubBlocks)>(), [&](auto s) __attribute__((always_inline)) {
         constexpr int kS = decltype(s)::value, kFirst = kS * kQuarter;
         // Few products hide no more of it in two parts.
         constexpr int kHalf = kGroups > 1 ? kFirst + kQuarter / 2 : kFirst;

@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_shared(uint32_t (&words)[2], uint32_t from)
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
 }
 
-// A lane's words of a block, of its two rows: as many stretches together as there are registers for.
+// A lane's words of a block, of its two rows: as many sub-blocks together as there are registers for.
 template <class T, PackedFormat kFormat, class Tile>
 struct GemmWords {
   static constexpr int kLoads = PackedPiece<kFormat>::kLoads;
@@ -35,16 +35,16 @@ struct GemmWords {
   static constexpr int kRowBytes = PackedPiece<kFormat>::kRowBytes;
   uint32_t raw[2][kLoads][kTogether];
 
-  // `row`: the lane's first; `stretch`: the first of those together.
-  __device__ __forceinline__ void load(uint32_t piece, int row, int block, int stretch) {
+  // `row`: the lane's first; `sub-block`: the first of those together.
+  __device__ __forceinline__ void load(uint32_t piece, int row, int block, int sub_block) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const int word = LaneQuants<T, kFormat>::word(i);  // 16 bytes, of each stretch one
+        const int word = LaneQuants<T, kFormat>::word(i);  // 16 bytes, of each sub-block one
         const int chunk = kRowBytes == 128 ? word ^ (row & 7) : word;
         load_shared(raw[h][i],
-                    piece + (block * Tile::kFeatures + row + h * 8) * kRowBytes + chunk * 16 + stretch * 4);
+                    piece + (block * Tile::kFeatures + row + h * 8) * kRowBytes + chunk * 16 + sub_block * 4);
       }
   }
   __device__ __forceinline__ uint32_t all() const {
@@ -55,9 +55,9 @@ struct GemmWords {
       for (int i = 0; i < kLoads; ++i) bits ^= raw[h][i][0];
     return bits;
   }
-  __device__ __forceinline__ void of_stretch(int h, int stretch, uint32_t (&words)[kLoads]) const {
+  __device__ __forceinline__ void of_sub_block(int h, int sub_block, uint32_t (&words)[kLoads]) const {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) words[i] = raw[h][i][stretch % kTogether];
+    for (int i = 0; i < kLoads; ++i) words[i] = raw[h][i][sub_block % kTogether];
   }
 };
 
@@ -132,13 +132,13 @@ struct GemmConsumer {
           uint32_t a[4][4];  // of 16 inputs: as A of mma.cuh
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int stretch = half * 2 + i;
+            const int sub_block = half * 2 + i;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              uint32_t of_stretch[Piece::kLoads], pair[4];
-              words.of_stretch(h, stretch, of_stretch);
-              dequantize_stretch(quants, of_stretch, Piece::kScales ? scales[h].scale(b, stretch) : 0,
-                                 scales[h].zero(b, stretch), pair);
+              uint32_t of_sub_block[Piece::kLoads], pair[4];
+              words.of_sub_block(h, sub_block, of_sub_block);
+              dequantize_sub_block(quants, of_sub_block, Piece::kScales ? scales[h].scale(b, sub_block) : 0,
+                                   scales[h].zero(b, sub_block), pair);
               a[i * 2][h] = pair[0], a[i * 2][2 + h] = pair[1];
               a[i * 2 + 1][h] = pair[2], a[i * 2 + 1][2 + h] = pair[3];
             }

@@ -48,15 +48,15 @@ struct PieceScales {
       }
     }
   }
-  // Returns a stretch's scale, as bits of a float16 twice or of a float32.
-  __device__ __forceinline__ uint32_t scale(int block, int stretch) const {
-    if constexpr (Traits<kFormat>::kHasTable) return scales[block][stretch / 2];
+  // Returns a sub-block's scale, as bits of a float16 twice or of a float32.
+  __device__ __forceinline__ uint32_t scale(int block, int sub_block) const {
+    if constexpr (Traits<kFormat>::kHasTable) return scales[block][sub_block / 2];
     if constexpr (Piece::kScales == 4)
-      return __byte_perm(scales[block][stretch / 2], 0, stretch % 2 ? 0x3232 : 0x1010);
+      return __byte_perm(scales[block][sub_block / 2], 0, sub_block % 2 ? 0x3232 : 0x1010);
     return __byte_perm(scales[block][0], 0, 0x1010);
   }
-  __device__ __forceinline__ int zero(int block, int stretch) const {
-    if constexpr (kZeros == 4) return static_cast<int>(__byte_perm(zeros[block], 0, 0x4440 + stretch));
+  __device__ __forceinline__ int zero(int block, int sub_block) const {
+    if constexpr (kZeros == 4) return static_cast<int>(__byte_perm(zeros[block], 0, 0x4440 + sub_block));
     return Traits<kFormat>::kHasZeros ? static_cast<int>(zeros[block]) : Traits<kFormat>::kZero;
   }
 };
@@ -89,22 +89,22 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t value) {
   return result;
 }
 
-// A stretch's scale for one row, and its application.
+// A sub-block's scale for one row, and its application.
 template <class T>
-struct StretchScale;
+struct SubBlockScale;
 template <>
-struct StretchScale<__half> {
+struct SubBlockScale<__half> {
   __half2 all;
-  __device__ __forceinline__ explicit StretchScale(uint32_t twice) : all(pair_of<__half>(twice)) {}
+  __device__ __forceinline__ explicit SubBlockScale(uint32_t twice) : all(pair_of<__half>(twice)) {}
   __device__ __forceinline__ uint32_t operator()(__half2 value) const {
     return bits_of_pair(__hmul2(value, all));
   }
 };
 // The scale in two terms, as bfloat16 holds not all of it.
 template <>
-struct StretchScale<__nv_bfloat16> {
+struct SubBlockScale<__nv_bfloat16> {
   __nv_bfloat162 high, low;
-  __device__ __forceinline__ explicit StretchScale(uint32_t twice) {
+  __device__ __forceinline__ explicit SubBlockScale(uint32_t twice) {
     const float whole = unpack2(twice, __half()).x;
     high = __float2bfloat162_rn(whole);
     low = __float2bfloat162_rn(whole - __bfloat162float(high.x));
@@ -114,8 +114,8 @@ struct StretchScale<__nv_bfloat16> {
   }
 };
 
-// A stretch's quants as its lane wants them, two neighbors of each eight: lane q of a quad the q-th two. A
-// lane's loads are words of a stretch.
+// A sub-block's quants as its lane wants them, two neighbors of each eight: lane q of a quad the q-th two. A
+// lane's loads are words of a sub-block.
 template <class T, PackedFormat kFormat, class = void>
 struct LaneQuants {  // 8 bits: of four words a half each
   static constexpr bool kHalf = std::is_same_v<T, __half>;
@@ -132,7 +132,7 @@ struct LaneQuants {  // 8 bits: of four words a half each
     else
       which = upper ? 0x3424 : 0x1404;
   }
-  // Which word of a stretch the lane's i-th load has.
+  // Which word of a sub-block the lane's i-th load has.
   static __device__ __forceinline__ int word(int i) { return 2 * i + threadIdx.x % 4 / 2; }
   __device__ __forceinline__ void operator()(const uint32_t (&loaded)[4], uint32_t (&words)[4]) const {
 #pragma unroll
@@ -168,12 +168,12 @@ struct LaneQuants<T, kFormat, std::enable_if_t<bits_of(kFormat) == 4>> {
   }
 };
 
-// A lane's pairs of a stretch, of one row: pair[2 step + half] is for k 8 half + 2 q of the step's 16.
+// A lane's pairs of a sub-block, of one row: pair[2 step + half] is for k 8 half + 2 q of the step's 16.
 // `zero`: of quants that are not signed.
 template <class T, PackedFormat kFormat>
-__device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kFormat>& lane,
-                                                   const uint32_t (&loaded)[PackedPiece<kFormat>::kLoads],
-                                                   uint32_t scale_bits, int zero, uint32_t (&pair)[4]) {
+__device__ __forceinline__ void dequantize_sub_block(const LaneQuants<T, kFormat>& lane,
+                                                     const uint32_t (&loaded)[PackedPiece<kFormat>::kLoads],
+                                                     uint32_t scale_bits, int zero, uint32_t (&pair)[4]) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
   uint32_t words[LaneQuants<T, kFormat>::kWords];
   lane(loaded, words);
@@ -198,7 +198,7 @@ __device__ __forceinline__ void dequantize_stretch(const LaneQuants<T, kFormat>&
       }
     }
   } else {
-    const StretchScale<T> scaled(scale_bits);
+    const SubBlockScale<T> scaled(scale_bits);
     if constexpr (Traits<kFormat>::kBits == 8) {
       constexpr bool kSigned = Traits<kFormat>::kIsSigned;
 #pragma unroll

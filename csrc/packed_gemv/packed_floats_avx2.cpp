@@ -20,7 +20,7 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
   const uint8_t* quants = row.quants + b * kBytes;
   if constexpr (Traits<kFormat>::kBits == 8 && !Traits<kFormat>::kIsFloat) {
-    // Eight quants are of stretches 0 and 1, and the next of 2 and 3.
+    // Eight quants are of sub-blocks 0 and 1, and the next of 2 and 3.
     __m256 scale[2];
     __m256i zero[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 #pragma GCC unroll 2
@@ -31,7 +31,7 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
       };
       scale[half] = _mm256_set_m128(of(1), of(0));
       if constexpr (Traits<kFormat>::kHasZeros) {
-        const uint8_t* of_half = row.zeros + b * kStretches + 2 * half;
+        const uint8_t* of_half = row.zeros + b * kSubBlocks + 2 * half;
         zero[half] = _mm256_set_m128i(_mm_set1_epi32(of_half[1]), _mm_set1_epi32(of_half[0]));
       }
     }
@@ -57,7 +57,7 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
     const auto* scales = Row::scales_of<kFormat>(row);
     for (int64_t word = 0; word < kPackedBlock / 8; ++word) {
-      const int64_t group = group_of(kFormat, b, word % kStretches);
+      const int64_t group = group_of(kFormat, b, word % kSubBlocks);
       const __m256i eight =
           _mm256_srlv_epi32(_mm256_set1_epi32(reinterpret_cast<const int32_t*>(quants)[word]), shifts);
       __m256 steps;

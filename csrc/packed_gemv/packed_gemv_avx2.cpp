@@ -91,7 +91,7 @@ struct Avx2 {
   }
 
   HF_INLINE Pieces<8> pieces_of_bytes(const uint8_t* quants, const uint8_t* zeros) {
-    const __m256i less = zeros_of_stretches(zeros);
+    const __m256i less = zeros_of_sub_blocks(zeros);
     Pieces<8> made;
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
@@ -187,14 +187,14 @@ HF_INLINE __m256i eight_steps(const float* x, int64_t distance, __m256 inverse) 
   return _mm256_cvtps_epi32(_mm256_mul_ps(values, inverse));
 }
 
-// The exponent that gives the largest of a stretch `bits` bits, as bits of a float32: steps' size, and what
+// The exponent that gives the largest of a sub-block `bits` bits, as bits of a float32: steps' size, and what
 // inputs are multiplied by. Below 2^-100 inputs are far beyond 16-bit floats: a norm's subnormals. False if
 // one is not finite.
 HF_INLINE bool size_of(const float* x, int bits, float& size, float& inverse) {
   constexpr int kExponent = 23, kBias = 127;
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   __m256i most = _mm256_setzero_si256();
-  for (int64_t i = 0; i < kStretch; i += 8) {
+  for (int64_t i = 0; i < kSubBlock; i += 8) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
     most = _mm256_max_epi32(most, _mm256_and_si256(bits, magnitude));
   }
@@ -211,14 +211,14 @@ HF_INLINE bool size_of(const float* x, int bits, float& size, float& inverse) {
   return exponent <= kBias;
 }
 
-// Steps of a block by stretch, its inverses in `inverse`.
+// Steps of a block by sub-block, its inverses in `inverse`.
 HF_INLINE void steps_of_bytes(const float* x, const float* inverse, int16_t* to) {
   const __m256 even = _mm256_set_m128(_mm_set1_ps(inverse[2]), _mm_set1_ps(inverse[0]));
   const __m256 odd = _mm256_set_m128(_mm_set1_ps(inverse[3]), _mm_set1_ps(inverse[1]));
-  for (int64_t i = 0; i < kStretch; i += 4) {  // a word of each stretch
-    const __m256i steps = _mm256_packs_epi32(eight_steps(x + i, 2 * kStretch, even),
-                                             eight_steps(x + kStretch + i, 2 * kStretch, odd));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(to + i * kStretches), steps);
+  for (int64_t i = 0; i < kSubBlock; i += 4) {  // a word of each sub-block
+    const __m256i steps = _mm256_packs_epi32(eight_steps(x + i, 2 * kSubBlock, even),
+                                             eight_steps(x + kSubBlock + i, 2 * kSubBlock, odd));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to + i * kSubBlocks), steps);
   }
 }
 
@@ -229,9 +229,9 @@ HF_INLINE __m256i steps_of_nibbles(const float* x, const float* inverse, int16_t
       _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
   __m256i sum = _mm256_setzero_si256();
   for (int64_t half = 0; half < 2; ++half) {
-    __m256i word[kStretches], plane[4];
-    for (int64_t s = 0; s < kStretches; ++s) {
-      const float* from = x + s * kStretch + half * 16;
+    __m256i word[kSubBlocks], plane[4];
+    for (int64_t s = 0; s < kSubBlocks; ++s) {
+      const float* from = x + s * kSubBlock + half * 16;
       const __m256 all = _mm256_set1_ps(inverse[s]);
       const __m256i two = _mm256_packs_epi32(eight_steps(from, 8, all), eight_steps(from + 4, 8, all));
       word[s] = _mm256_shuffle_epi8(two, by_plane);
@@ -257,12 +257,12 @@ HF_INLINE __m256i split_steps_of_nibbles(const float* x, const float* inverse, i
     _mm_store_si128(reinterpret_cast<__m128i*>(at + kPackedBlock / 2), _mm_unpackhi_epi16(first, last));
   };
   __m256i sum = _mm256_setzero_si256();
-  for (int64_t i = 0; i < kStretch; i += 8) {  // a word of each stretch
+  for (int64_t i = 0; i < kSubBlock; i += 8) {  // a word of each sub-block
     __m256i words[2], low[2], high[2];
     for (int64_t pair = 0; pair < 2; ++pair) {
       __m256i word[2];
       for (int64_t s = 0; s < 2; ++s) {
-        const float* from = x + (2 * pair + s) * kStretch + i;
+        const float* from = x + (2 * pair + s) * kSubBlock + i;
         word[s] = eight_steps(from, 4, _mm256_set1_ps(inverse[2 * pair + s]));
       }
       words[pair] = _mm256_packs_epi32(word[0], word[1]);
@@ -288,12 +288,12 @@ bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, floa
   const bool in_bytes = bits_of(args.weight.format) == 8;
   const int bits = in_bytes ? 15 : 14;  // 14: high bytes of split steps stay below 128
   for (int64_t b = 0; b < args.step_blocks; ++b, x += kPackedBlock) {
-    float inverse[kStretches];
-    alignas(16) float size[kStretches] = {};
+    float inverse[kSubBlocks];
+    alignas(16) float size[kSubBlocks] = {};
     __m256i sum = _mm256_setzero_si256();
     if (b < args.weight.blocks) {
-      for (int64_t s = 0; s < kStretches; ++s) {
-        if (!size_of(x + s * kStretch, bits, size[s], inverse[s])) return false;
+      for (int64_t s = 0; s < kSubBlocks; ++s) {
+        if (!size_of(x + s * kSubBlock, bits, size[s], inverse[s])) return false;
       }
       auto* to = static_cast<int8_t*>(steps) + b * kStepBytes;
       if (in_bytes) {
@@ -304,16 +304,17 @@ bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, floa
         sum = steps_of_nibbles(x, inverse, reinterpret_cast<int16_t*>(to));
       }
     }
-    const __m128 by_stretch = _mm_load_ps(size);
-    if (lanes == kStretches) {
+    const __m128 by_sub_block = _mm_load_ps(size);
+    if (lanes == kSubBlocks) {
       const __m128i whole = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-      _mm_store_ps(sizes + b * lanes, by_stretch);
+      _mm_store_ps(sizes + b * lanes, by_sub_block);
       const int added = has_zeros(args.weight.format) ? 1 : traits_of(args.weight.format).zero;
       _mm_store_ps(offsets + b * lanes, _mm_cvtepi32_ps(_mm_mullo_epi32(whole, _mm_set1_epi32(-added))));
     } else {
       const __m256i order =
           in_bytes ? _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3) : _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3);
-      _mm256_store_ps(sizes + b * lanes, _mm256_permutevar8x32_ps(_mm256_castps128_ps256(by_stretch), order));
+      _mm256_store_ps(sizes + b * lanes,
+                      _mm256_permutevar8x32_ps(_mm256_castps128_ps256(by_sub_block), order));
       _mm256_store_ps(offsets + b * lanes, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_setzero_si256(), sum)));
     }
   }

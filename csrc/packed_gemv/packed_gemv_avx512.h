@@ -61,7 +61,7 @@ struct Avx512 : Floats16 {
   }
 
   HF_INLINE Pieces pieces_of_bytes(const uint8_t* quants, const uint8_t* zeros) {
-    const __m512i less = _mm512_broadcast_i64x4(zeros_of_stretches(zeros));
+    const __m512i less = _mm512_broadcast_i64x4(zeros_of_sub_blocks(zeros));
     const auto* from = reinterpret_cast<const __m256i*>(quants);
     Pieces made;
 #pragma GCC unroll 4

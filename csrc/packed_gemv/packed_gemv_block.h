@@ -9,12 +9,13 @@
 //   halves(from), bytes(from)                   16 float16, or bytes from 0 up
 //   twice(from)                                 eight float32, each twice
 //   Pieces<bits>, pieces_of<bits>(block)        a block's quants, spread
-//   pieces_of_bytes(block, zeros)               those of bytes from 0 up, less the zeros of their stretches
+//   pieces_of_bytes(block, zeros)               those of bytes from 0 up, less the zeros of their sub-blocks
 //   looked_up<format>(block)                    or their values in whole steps of a table
 //   Total, none, dot(pieces, steps)             32-bit sums of a block
 //   floats(two totals)                          the sums of two blocks, eight lanes each
-//   floats(four totals)                         of four blocks of four bits, a lane a stretch
-//   wide_floats(four totals)                    the same of a table, whose sums over a stretch may pass 2^31
+//   floats(four totals)                         of four blocks of four bits, a lane a sub-block
+//   wide_floats(four totals)                    the same of a table, whose sums over a sub-block may pass
+//   2^31
 // Whatever the Isa, integers go through the same operations in the same order: all give the same bits.
 #pragma once
 
@@ -95,17 +96,17 @@ HF_INLINE void fill(const Row& row, int64_t b, int64_t count, Factors& to) {
   }
 }
 
-// Scales of `blocks` blocks from b on, a lane a stretch.
+// Scales of `blocks` blocks from b on, a lane a sub-block.
 template <class Isa, PackedFormat kFormat>
-HF_INLINE typename Isa::Floats stretch_scales(const Row& row, int64_t b, int blocks) {
+HF_INLINE typename Isa::Floats sub_block_scales(const Row& row, int64_t b, int blocks) {
   using Scale = typename Traits<kFormat>::Scale;
   constexpr int kOfBlock = Traits<kFormat>::kScalesPerBlock, kUnit = 16 / lanes_of(kFormat);
   const auto by_lane = [](const Scale* scales) {
-    if constexpr (!Traits<kFormat>::kEachStretch) {
+    if constexpr (!Traits<kFormat>::kEachSubBlock) {
       return Isa::twice(scales);
     } else if constexpr (kUnit == 4) {
       return Isa::halves(scales);
-    } else {  // two lanes a stretch
+    } else {  // two lanes a sub-block
       alignas(32) float wide[8];
       _mm256_store_ps(wide, F16::load(scales));
       return Isa::twice(wide);
@@ -118,13 +119,13 @@ HF_INLINE typename Isa::Floats stretch_scales(const Row& row, int64_t b, int blo
   return by_lane(some);
 }
 
-// Zeros of the stretches of `blocks` blocks of four bits from b on.
+// Zeros of the sub-blocks of `blocks` blocks of four bits from b on.
 template <class Isa, PackedFormat kFormat>
-HF_INLINE typename Isa::Floats stretch_zeros(const Row& row, int64_t b, int blocks) {
-  const uint8_t* from = row.zeros + b * kStretches;
+HF_INLINE typename Isa::Floats sub_block_zeros(const Row& row, int64_t b, int blocks) {
+  const uint8_t* from = row.zeros + b * kSubBlocks;
   if (blocks == 4) return Isa::bytes(from);
-  alignas(16) uint8_t some[4 * kStretches] = {};
-  for (int i = 0; i < blocks * int(kStretches); ++i) some[i] = from[i];
+  alignas(16) uint8_t some[4 * kSubBlocks] = {};
+  for (int i = 0; i < blocks * int(kSubBlocks); ++i) some[i] = from[i];
   return Isa::bytes(some);
 }
 
@@ -135,7 +136,7 @@ HF_INLINE auto pieces_of(const Row& row, int64_t b) {
   if constexpr (Traits<kFormat>::kHasTable) {
     return Isa::template looked_up<kFormat>(quants);
   } else if constexpr (Traits<kFormat>::kHasZeros && bits_of(kFormat) == 8) {
-    return Isa::pieces_of_bytes(quants, row.zeros + b * kStretches);
+    return Isa::pieces_of_bytes(quants, row.zeros + b * kSubBlocks);
   } else {
     return Isa::template pieces_of<bits_of(kFormat)>(quants);
   }
@@ -147,8 +148,8 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
   using Floats = typename Isa::Floats;
   using Total = typename Isa::Total;
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8, kLanes = lanes_of(kFormat);
-  constexpr bool kEachStretch = Traits<kFormat>::kEachStretch, kHasTable = Traits<kFormat>::kHasTable;
-  constexpr bool kHasFactors = kLanes == 8 && !kEachStretch;
+  constexpr bool kEachSubBlock = Traits<kFormat>::kEachSubBlock, kHasTable = Traits<kFormat>::kHasTable;
+  constexpr bool kHasFactors = kLanes == 8 && !kEachSubBlock;
   constexpr int kOfBlock = Traits<kFormat>::kScalesPerBlock;
   constexpr int kUnit = 16 / kLanes;  // blocks whose sums are one Floats
   Floats sum[kS][kM];
@@ -185,10 +186,10 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       }
       Floats scales;
       if constexpr (kHasFactors) scales = Isa::pair(factors[r].scale + factor);
-      if constexpr (!kHasFactors) scales = stretch_scales<Isa, kFormat>(row[r], b, kBlocks);
+      if constexpr (!kHasFactors) scales = sub_block_scales<Isa, kFormat>(row[r], b, kBlocks);
       Floats zeros;
       if constexpr (kUnit == 4 && Traits<kFormat>::kHasZeros)
-        zeros = stretch_zeros<Isa, kFormat>(row[r], b, kBlocks);
+        zeros = sub_block_zeros<Isa, kFormat>(row[r], b, kBlocks);
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) {
         const int64_t at = (m * stride + b) * kLanes;

@@ -1,29 +1,29 @@
 // One row of x beside quants that are whole numbers, as operands of tensor cores that multiply bytes: x is
-// two bytes times a power of two for every stretch.
+// two bytes times a power of two for every sub-block.
 #pragma once
 
 #include "packed_gemv/packed_gemv_row.cuh"
 
 namespace hf_fastpath {
 
-// A warp's blocks of x in shared memory. Columns of B are stretches by parts: of a lane's column g, stretch g
-// / 2 of the block (or every other one of two blocks) and its high or low byte; a product with the words of
-// one stretch has zeros in the columns of others, so that all go into the same accumulators. A lane of a quad
-// ends up with those of its own stretch, both parts. Operands of a span: 4-bit [4 stretches][2 parts][4 q][2
-// stretches][2 planes][4], else for both blocks [4 stretches][2 parts][4 q][8].
+// A warp's blocks of x in shared memory. Columns of B are sub-blocks by parts: of a lane's column g,
+// sub-block g / 2 of the block (or every other one of two blocks) and its high or low byte; a product with
+// the words of one sub-block has zeros in the columns of others, so that all go into the same accumulators. A
+// lane of a quad ends up with those of its own sub-block, both parts. Operands of a span: 4-bit [4
+// sub-blocks][2 parts][4 q][2 sub-blocks][2 planes][4], else for both blocks [4 sub-blocks][2 parts][4 q][8].
 template <class T, PackedFormat kFormat>
 struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
   using Base = RowX<T, kFormat, ByteX<T, kFormat>>;
   using Base::Base, Base::kSpanBytes, Base::kTogether, Base::operands, Base::steps;
   static constexpr bool kNibbles = kBits<kFormat> == 4;                      // two blocks at a time, else one
   static constexpr int kPart = 256;                                          // high bytes are worth
-  static constexpr bool kZeroOfEach = Traits<kFormat>::kZerosPerBlock == 4;  // stretch
+  static constexpr bool kZeroOfEach = Traits<kFormat>::kZerosPerBlock == 4;  // sub-block
 
   // A lane's columns of B for a piece, which it may use for several tiles.
   struct Operand {
     static constexpr int kWords = kNibbles ? 4 : 2;
-    uint32_t of_stretch[4][kWords];  // zeros but for the lane's own stretch
-    int4 steps;  // and excesses, of the stretches whose accumulators the lane ends up with
+    uint32_t of_sub_block[4][kWords];  // zeros but for the lane's own sub-block
+    int4 steps;  // and excesses, of the sub-blocks whose accumulators the lane ends up with
 
     __device__ __forceinline__ Operand(const ByteX& x, int at) {
       const int lane = threadIdx.x % kWarpSize, q = lane % 4;
@@ -40,12 +40,12 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
 #pragma unroll
       for (int s = 0; s < 4; ++s)
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) of_stretch[s][i] = lane / 8 == s ? word[i] : 0;
+        for (int i = 0; i < kWords; ++i) of_sub_block[s][i] = lane / 8 == s ? word[i] : 0;
     }
   };
 
   // Adds the products of what the reader holds. A lane's accumulators, of rows g and g + 8, are over the
-  // stretches of its q.
+  // sub-blocks of its q.
   template <class Reader>
   static __device__ __forceinline__ void add(const Operand& x, const Reader& reader, const TileRows& rows,
                                              PackedAccumulators<1>& accumulators) {
@@ -55,7 +55,7 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
       words[0].load(reader, rows, 0);
       words[1].load(reader, rows, 1);
       const uint32_t two[2] = {reader.two_scales(rows, 0), reader.two_scales(rows, 1)};
-      int zero[2][2] = {{1, 1}, {1, 1}};  // of both rows, of an even and an odd stretch
+      int zero[2][2] = {{1, 1}, {1, 1}};  // of both rows, of an even and an odd sub-block
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if constexpr (kZeroOfEach) {
@@ -65,10 +65,10 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
           zero[h][0] = zero[h][1] = reader.zero(rows, h, q / 2);
         }
       }
-      int low[2][4] = {}, high[2][4] = {};  // of even and of odd stretches
+      int low[2][4] = {}, high[2][4] = {};  // of even and of odd sub-blocks
 #pragma unroll
       for (int block = 0; block < 2; ++block) {
-        const auto &first = x.of_stretch[2 * block], &second = x.of_stretch[2 * block + 1];
+        const auto &first = x.of_sub_block[2 * block], &second = x.of_sub_block[2 * block + 1];
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           const auto& word = words[block].word;
@@ -99,26 +99,27 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
       const auto& word = words.word;
       int c[4] = {};
 #pragma unroll
-      for (int s = 0; s < int(kStretches); ++s) {
+      for (int s = 0; s < int(kSubBlocks); ++s) {
         mma_bytes<Traits<kFormat>::kIsSigned>(c, word[0][0][s], word[1][0][s], word[0][1][s], word[1][1][s],
-                                              x.of_stretch[s][0], x.of_stretch[s][1]);
+                                              x.of_sub_block[s][0], x.of_sub_block[s][1]);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint2 scales = reader.scales(rows, h, 0);
-        float2 of_stretch = unpack2(Traits<kFormat>::kEachStretch && q >= 2 ? scales.y : scales.x, __half());
-        if (Traits<kFormat>::kEachStretch && q % 2) of_stretch.x = of_stretch.y;
+        float2 of_sub_block =
+            unpack2(Traits<kFormat>::kEachSubBlock && q >= 2 ? scales.y : scales.x, __half());
+        if (Traits<kFormat>::kEachSubBlock && q % 2) of_sub_block.x = of_sub_block.y;
         int sum = c[2 * h] * kPart + c[2 * h + 1];
         if constexpr (kZeroOfEach) sum += x.steps.y * (reader.zero(rows, h, 0) >> 8 * q & 255);
         float& to = accumulators[0][2 * h];
-        to = fmaf(of_stretch.x * __int_as_float(x.steps.x), static_cast<float>(sum), to);
+        to = fmaf(of_sub_block.x * __int_as_float(x.steps.x), static_cast<float>(sum), to);
       }
     }
   }
 
   // Makes bytes of what a lane has of spans from `first` on.
   __device__ __forceinline__ void store(int first, int spans, const float (&values)[kTogether][8]) const {
-    const int lane = threadIdx.x % kWarpSize, stretch = lane / 4, q = lane % 4;  // of a span's two blocks
+    const int lane = threadIdx.x % kWarpSize, sub_block = lane / 4, q = lane % 4;  // of a span's two blocks
     uint32_t bits[kTogether];
     Base::template find_largest<4>(values, bits);
     int total[kTogether];
@@ -135,8 +136,9 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
         sum += whole[e];
       }
       total[i] = static_cast<int>(sum - 8 * 0x4b400080u);  // bits of kWhole
-      char* const to = operands + min(first + i, spans - 1) * kSpanBytes +
-                       (kNibbles ? (stretch / 2 * 8 + q) * 16 + stretch % 2 * 8 : (stretch * 8 + q) * 8);
+      char* const to =
+          operands + min(first + i, spans - 1) * kSpanBytes +
+          (kNibbles ? (sub_block / 2 * 8 + q) * 16 + sub_block % 2 * 8 : (sub_block * 8 + q) * 8);
       uint32_t parts[2][2];  // high and low bytes: of even and odd values for nibbles, else of the first and
                              // last four
 #pragma unroll
@@ -164,7 +166,8 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
       constexpr int kOffset =
           -(kNibbles ? 16 : 1) * (Traits<kFormat>::kHasZeros ? 1 : Traits<kFormat>::kZero);
       if (q == 0)
-        steps[min(first + i, spans - 1) * 8 + stretch] = make_int2(__float_as_int(step), total[i] * kOffset);
+        steps[min(first + i, spans - 1) * 8 + sub_block] =
+            make_int2(__float_as_int(step), total[i] * kOffset);
     }
   }
 };

@@ -48,7 +48,7 @@ template <int64_t kWord>
 void order(const float* x, float* to, int64_t blocks) {
   for (int64_t b = 0; b < blocks; ++b, x += kPackedBlock) {
     for (int64_t word = 0; word < kPackedBlock / kWord; ++word, to += kWord) {
-      std::copy_n(x + word % kStretches * kStretch + word / kStretches * kWord, kWord, to);
+      std::copy_n(x + word % kSubBlocks * kSubBlock + word / kSubBlocks * kWord, kWord, to);
     }
   }
 }

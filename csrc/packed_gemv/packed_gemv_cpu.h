@@ -12,10 +12,10 @@ namespace hf_fastpath {
 constexpr int64_t kPackedRows = 16;       // activation rows a call may have
 constexpr int64_t kDequantizedRows = 32;  // the same of packed_floats_avx2
 
-// Sums of a block that the integer kernels weight: one a stretch where a block of 4 bits has several scales,
-// else two.
+// Sums of a block that the integer kernels weight: one a sub-block where a block of 4 bits has several
+// scales, else two.
 constexpr int64_t lanes_of(PackedFormat format) {
-  return bits_of(format) == 4 && stretches_of_scale(format) < kStretches ? 4 : 8;
+  return bits_of(format) == 4 && sub_blocks_of_scale(format) < kSubBlocks ? 4 : 8;
 }
 
 constexpr int64_t kStepBytes = 2 * kPackedBlock;  // x as integers, a block
@@ -55,8 +55,8 @@ PackedGemv packed_floats_avx2;
 // then what is written may be wrong.
 bool packed_gemm_amx(const PackedArgs& args, int64_t begin, int64_t end);
 
-// Rows of x, `width` float32 values of `dtype` in order, as bfloat16 [terms, groups of 16 rows, stretches, 16
-// pairs of inputs, 16 rows, 2]. The terms of float16 are its first eight significant bits and the others.
+// Rows of x, `width` float32 values of `dtype` in order, as bfloat16 [terms, groups of 16 rows, sub-blocks,
+// 16 pairs of inputs, 16 rows, 2]. The terms of float16 are its first eight significant bits and the others.
 void packed_tiles_amx(DType dtype, int64_t rows, int64_t width, const float* x, uint16_t* tiles);
 constexpr int64_t packed_tile_elements(DType dtype, int64_t rows, int64_t width) {
   return (rows + 15) / 16 * 16 * width * tile_terms(dtype);

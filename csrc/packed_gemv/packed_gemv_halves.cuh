@@ -6,7 +6,7 @@
 
 namespace hf_fastpath {
 
-// A warp's blocks of x in shared memory: of a span, both blocks' [4 stretches][4 q][8]. All columns of B are
+// A warp's blocks of x in shared memory: of a span, both blocks' [4 sub-blocks][4 q][8]. All columns of B are
 // the same, and so are a lane's and its quad's sums, of which the sum is taken: steps are a quarter.
 template <class T, PackedFormat kFormat>
 struct HalfX : RowX<T, kFormat, HalfX<T, kFormat>> {
@@ -15,13 +15,13 @@ struct HalfX : RowX<T, kFormat, HalfX<T, kFormat>> {
   static constexpr int kBlockBytes = kSpanBytes / 2;
 
   struct Operand {
-    uint4 of_stretch[kStretches];
+    uint4 of_sub_block[kSubBlocks];
     float step;
 
     __device__ __forceinline__ Operand(const HalfX& x, int at) : step(__int_as_float(x.steps[at * 4].x)) {
       const uint32_t from = shared_address(x.operands) + at * kBlockBytes + threadIdx.x % 4 * 16;
 #pragma unroll
-      for (int s = 0; s < int(kStretches); ++s) of_stretch[s] = load_shared(from + s * 64);
+      for (int s = 0; s < int(kSubBlocks); ++s) of_sub_block[s] = load_shared(from + s * 64);
     }
   };
 
@@ -33,10 +33,10 @@ struct HalfX : RowX<T, kFormat, HalfX<T, kFormat>> {
     words.load(reader, rows, 0);
     float c[2][4] = {};  // of two chains
 #pragma unroll
-    for (int s = 0; s < int(kStretches); ++s) {
+    for (int s = 0; s < int(kSubBlocks); ++s) {
       uint32_t a[2][4];
       words.template operands<false>(a, s, {0, 0});
-      const uint4& b = x.of_stretch[s];
+      const uint4& b = x.of_sub_block[s];
       mma<__half>(c[0], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
       mma<__half>(c[1], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
     }
@@ -94,7 +94,7 @@ struct TableX : HalfX<T, kFormat> {
       const LineScales<kFormat> scales(reader, rows, block, 1);
       float c[4] = {};
 #pragma unroll
-      for (int s = 0; s < int(kStretches); ++s) {
+      for (int s = 0; s < int(kSubBlocks); ++s) {
         uint32_t a[2][4];
         words.template operands<true>(a, s, {0, 0});
         const uint4 b = load_shared(x.of_lane + block * kBlockBytes + s * 64);

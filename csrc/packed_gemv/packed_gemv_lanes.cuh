@@ -5,8 +5,8 @@
 
 namespace hf_fastpath {
 
-// Where each stretch has a scale: sums over eight stretches of x, [8][kColumns], become, at their place, B of
-// add_excess().
+// Where each sub-block has a scale: sums over eight sub-blocks of x, [8][kColumns], become, at their place, B
+// of add_excess().
 template <int kColumns>
 __device__ __forceinline__ void split_excess(float* sums) {
   const int lane = threadIdx.x % kWarpSize, g = lane / 4, q = lane % 4;
@@ -35,7 +35,7 @@ __device__ __forceinline__ int excess_lane() {
 
 // x in shared memory: of each line of a piece the operands of its blocks, normed, and times a power of two
 // for every row. A lane makes what a lane at its place needs: a unit is 16 bytes a lane, of eight columns by
-// a stretch or of four by two stretches. Warps that share a line make a part of its blocks each. Sums of x
+// a sub-block or of four by two sub-blocks. Warps that share a line make a part of its blocks each. Sums of x
 // that take off what quants have in excess, and those of squares, are products of tensor cores too.
 template <class T, PackedFormat kFormat, int kColumns>
 struct LaneX {
@@ -45,15 +45,15 @@ struct LaneX {
   static constexpr int kSpanPieces = 1;
   static constexpr int kBlockUnits = kColumns / 2, kOfBlock = kBlockUnits / kTiles;
   static constexpr int kSpanBytes = Slot::kWarpBlocks * kBlockUnits * kWarpSize * 16;  // of a line in a piece
-  static constexpr bool kEachStretch = Traits<kFormat>::kEachStretch, kWhole = kTakesOff<kFormat>;
-  static constexpr int kSpanSteps = !kWhole        ? 0
-                                    : kEachStretch ? kColumns * 32
-                                                   : Slot::kWarpBlocks * kColumns * 4;
+  static constexpr bool kEachSubBlock = Traits<kFormat>::kEachSubBlock, kWhole = kTakesOff<kFormat>;
+  static constexpr int kSpanSteps = !kWhole         ? 0
+                                    : kEachSubBlock ? kColumns * 32
+                                                    : Slot::kWarpBlocks * kColumns * 4;
   static constexpr int kPieceBlocks = Slot::kWarpBlocks, kPieceSteps = kSpanSteps;
   static constexpr int kSpanNorm = Slot::kWarpBlocks * int(kPackedBlock) * 2;
 
-  uint4* operands;  // [pieces][blocks][kStretches][kColumns][4]
-  char* steps;      // kEachStretch: [pieces], as B of add_excess(); else floats [pieces][blocks][kColumns]
+  uint4* operands;  // [pieces][blocks][kSubBlocks][kColumns][4]
+  char* steps;      // kEachSubBlock: [pieces], as B of add_excess(); else floats [pieces][blocks][kColumns]
   const float* sums;
   char* norm;      // the norm's weight, [pieces][blocks]
   float* undo;     // [m]
@@ -105,12 +105,12 @@ struct LaneX {
     wait_for_input();
 #pragma unroll 1
     for (int block = first_block; block < blocks; ++block) {
-      const int first = value_of(block) + (kColumns == 4 ? g / 4 * int(kStretch) : 0) + q * 8;
+      const int first = value_of(block) + (kColumns == 4 ? g / 4 * int(kSubBlock) : 0) + q * 8;
       const int m = kColumns == 4 ? g % 4 : g;
       const T* const from = static_cast<const T*>(p.x) + int64_t(m) * width + first;
 #pragma unroll
       for (int unit = 0; unit < kBlockUnits; ++unit) {
-        const int offset = unit / kTiles * kTogether * int(kStretch);
+        const int offset = unit / kTiles * kTogether * int(kSubBlock);
         const bool present = first + offset < width && m + unit % kTiles * 8 < p.m;
         copy_async(place(block * kBlockUnits + unit),
                    present ? from + (offset + (unit % kTiles ? 8 * width : 0)) : p.x, present);
@@ -120,16 +120,16 @@ struct LaneX {
     wait_for_copies<0>();
     __syncwarp();  // weights that other lanes asked for
 
-    // Stretches or pairs of them, whose units of all tiles follow each other.
-    const int first_stretch = first_block * kOfBlock, stretches = blocks * kOfBlock;
+    // Sub-blocks or pairs of them, whose units of all tiles follow each other.
+    const int first_sub_block = first_block * kOfBlock, sub_blocks = blocks * kOfBlock;
     Two<T> most_of_two[kTiles] = {}, most_of_weight = {};
     float square[kTiles][2][4] = {};
 #pragma unroll 2
-    for (int stretch = first_stretch; stretch < stretches; ++stretch) {
-      if (rms) keep_largest(most_of_weight, weight_of(stretch));
+    for (int sub_block = first_sub_block; sub_block < sub_blocks; ++sub_block) {
+      if (rms) keep_largest(most_of_weight, weight_of(sub_block));
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        const uint4 x = *place(stretch * kTiles + t);
+        const uint4 x = *place(sub_block * kTiles + t);
         keep_largest(most_of_two[t], x);
         if (rms) {  // the diagonals, of the first rows and of the last
           mma<T>(square[t][0], x.x, x.y, x.z, x.w, x.x, x.z);
@@ -173,12 +173,12 @@ struct LaneX {
     }
     float over[kTiles][4] = {};
 #pragma unroll 2
-    for (int stretch = first_stretch; stretch < stretches; ++stretch) {
+    for (int sub_block = first_sub_block; sub_block < sub_blocks; ++sub_block) {
       uint4 weight = {};
-      if (rms) weight = weight_of(stretch);
+      if (rms) weight = weight_of(sub_block);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        uint4* const at = place(stretch * kTiles + t);
+        uint4* const at = place(sub_block * kTiles + t);
         const uint4 made = operand_of(*at, rms, weight, p.norm, exponent[t]);
         *at = made;
         if constexpr (kWhole) {
@@ -187,8 +187,8 @@ struct LaneX {
           constexpr uint32_t kHigh = kBits<kFormat> == 4 ? kLow << 4 : kLow;
           mma<__half>(over[t], kLow, kLow, kHigh, kHigh, made.x, made.y);
           mma<__half>(over[t], kLow, kLow, kHigh, kHigh, made.z, made.w);
-          if (kEachStretch || stretch % kOfBlock == kOfBlock - 1) {
-            store_excess(kEachStretch ? stretch : stretch / kOfBlock, t, over[t]);
+          if (kEachSubBlock || sub_block % kOfBlock == kOfBlock - 1) {
+            store_excess(kEachSubBlock ? sub_block : sub_block / kOfBlock, t, over[t]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) over[t][i] = 0.f;
           }
@@ -196,7 +196,7 @@ struct LaneX {
       }
     }
     sync_line();
-    if constexpr (kWhole && kEachStretch) {
+    if constexpr (kWhole && kEachSubBlock) {
 #pragma unroll 1
       for (int piece = Slot::row_warp(); piece < end - begin; piece += Slot::kRowWarps)
         split_excess<kColumns>(reinterpret_cast<float*>(steps + piece * kSpanSteps));
@@ -216,10 +216,10 @@ struct LaneX {
   __device__ __forceinline__ uint4* place(int unit) const {
     return operands + unit * kWarpSize + int(threadIdx.x) % kWarpSize;
   }
-  // Returns the weights of a unit's stretch, or of the lane's of two.
-  __device__ __forceinline__ uint4 weight_of(int stretch) const {
+  // Returns the weights of a unit's sub-block, or of the lane's of two.
+  __device__ __forceinline__ uint4 weight_of(int sub_block) const {
     const int lane = threadIdx.x % kWarpSize;
-    return *reinterpret_cast<const uint4*>(norm + stretch * kTogether * 64 +
+    return *reinterpret_cast<const uint4*>(norm + sub_block * kTogether * 64 +
                                            (kColumns == 4 ? lane / 16 * 64 : 0) + lane % 4 * 16);
   }
 
@@ -262,14 +262,14 @@ struct LaneX {
     float2 sum = make_float2(-over[0], -over[1]);
     int column = t * 8 + 2 * q;
     if constexpr (kColumns == 4) {
-      if constexpr (kEachStretch) {  // [stretch][column] all the same
+      if constexpr (kEachSubBlock) {  // [sub-block][column] all the same
         at *= 2;
       } else {
-        sum.x += __shfl_xor_sync(kAllLanes, sum.x, 2);  // the other stretches
+        sum.x += __shfl_xor_sync(kAllLanes, sum.x, 2);  // the other sub-blocks
         sum.y += __shfl_xor_sync(kAllLanes, sum.y, 2);
       }
     }
-    if (lane < (kColumns == 4 && !kEachStretch ? 2 : 4))
+    if (lane < (kColumns == 4 && !kEachSubBlock ? 2 : 4))
       reinterpret_cast<float2*>(steps)[(at * kColumns + column) / 2] = sum;
   }
 };

@@ -17,7 +17,7 @@ constexpr int kPrepareThreads = 512;
 // What packed_prepare_kernel leaves in device memory: of whole pieces, as they are needed in shared memory.
 template <int kColumns, int kSumsOfBlock>
 struct PreparedLayout {
-  static constexpr int kBlockBytes = int(kStretches) * kColumns * 64;  // operands [kStretches][kColumns][4 q]
+  static constexpr int kBlockBytes = int(kSubBlocks) * kColumns * 64;  // operands [kSubBlocks][kColumns][4 q]
   static constexpr int kBlockSums = kSumsOfBlock * kColumns;           // floats
   int blocks;                                                          // of a row, of whole pieces
 
@@ -199,7 +199,7 @@ struct PreparedX {
     commit_copies();
     wait_for_copies<0>();
     sync_some(1, kRingConsumers);
-    if constexpr (Traits<kFormat>::kEachStretch && Layout::kBlockSums > 0) {
+    if constexpr (Traits<kFormat>::kEachSubBlock && Layout::kBlockSums > 0) {
 #pragma unroll 1
       for (int piece = 0; piece < end - begin; ++piece)
         split_excess<kColumns>(sums + piece * Slot::kBlocks * Layout::kBlockSums);

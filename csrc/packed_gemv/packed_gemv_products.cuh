@@ -12,7 +12,7 @@ constexpr int kColumnTiles = (kColumns + 7) / 8;
 template <int kColumns>
 using PackedAccumulators = float[kColumnTiles<kColumns>][4];  // as C of mma()
 
-// A lane's words of a block, of rows g and g + 8: word s of 16 bytes is of stretch s.
+// A lane's words of a block, of rows g and g + 8: word s of 16 bytes is of sub-block s.
 template <PackedFormat kFormat>
 struct BlockWords {
   static constexpr int kLoads = kBits<kFormat> / 4;
@@ -29,14 +29,15 @@ struct BlockWords {
       }
   }
 
-  // A of a stretch's two products: pairs[product] are a0 to a3. `zero`: of both rows, for centered quants.
+  // A of a sub-block's two products: pairs[product] are a0 to a3. `zero`: of both rows, for centered quants.
   template <bool kCentered, int kTerm = 0>
-  __device__ __forceinline__ void operands(uint32_t (&pairs)[2][4], int stretch, const int (&zero)[2]) const {
+  __device__ __forceinline__ void operands(uint32_t (&pairs)[2][4], int sub_block,
+                                           const int (&zero)[2]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const Quants<kFormat, kCentered, kTerm> quants(word[h][i][stretch], zero[h]);
+        const Quants<kFormat, kCentered, kTerm> quants(word[h][i][sub_block], zero[h]);
 #pragma unroll
         for (int product = 0; product < quants.kProducts; ++product) {
           pairs[i + product][h] = quants.pair[product][0],
@@ -49,7 +50,7 @@ struct BlockWords {
 // Scales and zeros of a block, for a lane: of rows g and g + 8.
 template <PackedFormat kFormat>
 struct LineScales {
-  static constexpr bool kEachStretch = Traits<kFormat>::kEachStretch;
+  static constexpr bool kEachSubBlock = Traits<kFormat>::kEachSubBlock;
   static constexpr bool kZeroOfEach = Traits<kFormat>::kZerosPerBlock == 4;
   uint2 words[2];
   int zeros[2];  // or four bytes of each row
@@ -67,19 +68,19 @@ struct LineScales {
     }
   }
 
-  // Gives the zeros of both rows, of a stretch.
-  __device__ __forceinline__ void zeros_of(int stretch, int (&of)[2]) const {
+  // Gives the zeros of both rows, of a sub-block.
+  __device__ __forceinline__ void zeros_of(int sub_block, int (&of)[2]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      of[h] = kZeroOfEach ? static_cast<int>(__byte_perm(zeros[h], 0, 0x4440 + stretch)) : zeros[h];
+      of[h] = kZeroOfEach ? static_cast<int>(__byte_perm(zeros[h], 0, 0x4440 + sub_block)) : zeros[h];
   }
 
-  // Returns the scale of a row of the lane's and a stretch.
-  __device__ __forceinline__ float of(int h, int stretch) const {
-    if constexpr (Traits<kFormat>::kHasTable) return __uint_as_float(stretch < 2 ? words[h].x : words[h].y);
-    if constexpr (!kEachStretch) return unpack2(words[h].x, __half()).x;
-    const float2 two = unpack2(stretch < 2 ? words[h].x : words[h].y, __half());
-    return stretch % 2 ? two.y : two.x;
+  // Returns the scale of a row of the lane's and a sub-block.
+  __device__ __forceinline__ float of(int h, int sub_block) const {
+    if constexpr (Traits<kFormat>::kHasTable) return __uint_as_float(sub_block < 2 ? words[h].x : words[h].y);
+    if constexpr (!kEachSubBlock) return unpack2(words[h].x, __half()).x;
+    const float2 two = unpack2(sub_block < 2 ? words[h].x : words[h].y, __half());
+    return sub_block % 2 ? two.y : two.x;
   }
 };
 
@@ -100,8 +101,8 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
                                           PackedAccumulators<kColumns>& accumulators) {
   constexpr int kTiles = kColumnTiles<kColumns>;
   constexpr bool kFloats = Traits<kFormat>::kIsFloat, kCentered = kCenters<T, kFormat>;
-  constexpr bool kEachStretch = Traits<kFormat>::kEachStretch;  // has scales of its own
-  constexpr bool kEachHalf = Traits<kFormat>::kTogether == 2;   // or two have
+  constexpr bool kEachSubBlock = Traits<kFormat>::kEachSubBlock;  // has scales of its own
+  constexpr bool kEachHalf = Traits<kFormat>::kTogether == 2;     // or two have
   BlockWords<kFormat> words;
   words.load(reader, rows, block);
   // Tensor cores cut sums off: those of a float32 x are halves, and what the first float16 of a table's
@@ -111,7 +112,7 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
   float c[kChains][kTiles][4] = {};
   float c_rest[kHasRest ? kTiles : 1][4] = {};
 #pragma unroll
-  for (int s = 0; s < int(kStretches); ++s) {
+  for (int s = 0; s < int(kSubBlocks); ++s) {
     uint32_t a[2][4];
     int zeros[2];
     scales.zeros_of(s, zeros);
@@ -139,7 +140,7 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
           accumulators[t][i] = fmaf(scales.of(i / 2, s), all, accumulators[t][i]);
         }
       }
-      if constexpr (kEachStretch) {
+      if constexpr (kEachSubBlock) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           accumulators[t][i] = fmaf(scales.of(i / 2, s), to[i], accumulators[t][i]);
@@ -148,7 +149,7 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
       }
     }
   }
-  if constexpr (!kEachStretch && !kEachHalf) {
+  if constexpr (!kEachSubBlock && !kEachHalf) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       float2 over = {};
@@ -172,9 +173,9 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
   }
 }
 
-// Adds what quants have in excess where each stretch has a scale, for this warp's two blocks of a piece: one
-// product of the scales with x's sums over stretches, whose float16 and what that leaves are two halves of k.
-// `of_x`: where x has them for this lane; `blocks`: how many of the two there are.
+// Adds what quants have in excess where each sub-block has a scale, for this warp's two blocks of a piece:
+// one product of the scales with x's sums over sub-blocks, whose float16 and what that leaves are two halves
+// of k. `of_x`: where x has them for this lane; `blocks`: how many of the two there are.
 template <int kColumns, class Reader>
 __device__ __forceinline__ void add_excess(const Reader& reader, const TileRows& rows, uint32_t of_x,
                                            int blocks, PackedAccumulators<kColumns>& accumulators) {

@@ -45,7 +45,7 @@ __device__ __forceinline__ uint2 scales_of(const PackedMatrix& matrix, int row, 
   if constexpr (kHalves == 4) return __ldg(reinterpret_cast<const uint2*>(from));
   return make_uint2(__ldg(from), 0);
 }
-// Where each stretch has one, two neighbors: of a lane's stretches of two blocks.
+// Where each sub-block has one, two neighbors: of a lane's sub-blocks of two blocks.
 template <PackedFormat kFormat>
 __device__ __forceinline__ uint32_t two_scales_of(const PackedMatrix& matrix, int row, int block) {
   const uint16_t* from = matrix.scales + int64_t(row) * matrix.groups + block * 4 + threadIdx.x % 4 * 2;
@@ -59,7 +59,7 @@ __device__ __forceinline__ int zero_of(const PackedMatrix& matrix, int row, int 
   if constexpr (kZeros == 4) return __ldg(reinterpret_cast<const int*>(from));
   return __ldg(from);
 }
-// Where each stretch has one: of a lane's stretches, two neighbors as of two_scales_of().
+// Where each sub-block has one: of a lane's sub-blocks, two neighbors as of two_scales_of().
 __device__ __forceinline__ int two_zeros_of(const PackedMatrix& matrix, int row, int block) {
   const uint8_t* from = matrix.zeros + int64_t(row) * matrix.groups + block * 4 + threadIdx.x % 4 * 2;
   return __ldg(reinterpret_cast<const uint16_t*>(from));
@@ -194,7 +194,7 @@ struct PackedReader {
     return found;
   }
   __device__ __forceinline__ bool fetches_scales() const { return kIsCluster<kLines> || plan.fetches_scales; }
-  // Returns the scales of the lane's stretches, 2 q and 2 q + 1 of its warp's two blocks, of which there are
+  // Returns the scales of the lane's sub-blocks, 2 q and 2 q + 1 of its warp's two blocks, of which there are
   // `blocks`.
   __device__ __forceinline__ uint32_t two_scales(const TileRows& rows, int h, int blocks = 2) const {
     const int q = threadIdx.x % 4;

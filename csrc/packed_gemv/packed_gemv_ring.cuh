@@ -41,7 +41,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
                                                const PackedPlan& plan, char* ring, RingBarriers barriers) {
   constexpr int kLines = kLinesOf<T, kColumns, kPrepared>, kHalves = kEnd == RingEnd::kPlain ? 1 : 2;
   constexpr bool kRow = kTakesRow<T, kColumns>, kLanes = kTakesLanes<T, kColumns, kPrepared>;
-  constexpr bool kHasExcess = (kLanes || kPrepared) && Traits<kFormat>::kEachStretch && kTakesOff<kFormat>;
+  constexpr bool kHasExcess = (kLanes || kPrepared) && Traits<kFormat>::kEachSubBlock && kTakesOff<kFormat>;
   using Slot = PackedSlot<kFormat, kLines>;
   using X = PackedX<T, kFormat, kColumns, kPrepared>;
   const int tid = threadIdx.x, warp = tid / kWarpSize, lane = tid % kWarpSize, g = lane / 4, q = lane % 4;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
         if constexpr (kRow) {
           if (left > 0) X::add(typename X::Operand(x, piece - phase), reader, tile, accumulators);
         } else {
-          constexpr int kBlockOperands = int(kStretches) * kColumns * 64;
+          constexpr int kBlockOperands = int(kSubBlocks) * kColumns * 64;
           const int of_phase = piece - phase;
           if constexpr (kHasExcess)
             add_excess<kColumns>(reader, tile, excess_at + of_phase * X::kPieceSteps, left, accumulators);

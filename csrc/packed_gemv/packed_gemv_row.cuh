@@ -23,7 +23,7 @@ struct RowX {
   static constexpr int kBitsOfX = 14;    // scaled values are below two to it
 
   char* operands;  // [spans]
-  int2* steps;     // [spans][8 stretches]: bits of the step, and what quants have in excess times x
+  int2* steps;     // [spans][8 sub-blocks]: bits of the step, and what quants have in excess times x
   char* norm;      // the norm's weight, [spans]
   float* squares;  // of x, over all phases
 

@@ -122,11 +122,11 @@ __device__ __forceinline__ int packed_row(const GemvParams& p, const RopeAppendP
   return p.gated ? half * p.n + unit : unit;
 }
 
-// Where each stretch has a zero, or bytes have a scale for each stretch, quants are always taken less their
-// zero: sums of x times zeros would be products of their own.
+// Where each sub-block has a zero, or bytes have a scale for each sub-block, quants are always taken less
+// their zero: sums of x times zeros would be products of their own.
 template <PackedFormat kFormat>
 constexpr bool kCentersAll =
-    Traits<kFormat>::kEachStretch && (Traits<kFormat>::kHasZeros || Traits<kFormat>::kBits == 8);
+    Traits<kFormat>::kEachSubBlock && (Traits<kFormat>::kHasZeros || Traits<kFormat>::kBits == 8);
 // Whether sums of x take off what quants have in excess, of an x in 16 bits.
 template <PackedFormat kFormat>
 constexpr bool kTakesOff = Traits<kFormat>::kIsInteger && !kCentersAll<kFormat>;

@@ -93,12 +93,12 @@ struct WarpX {
   using Spans = LaneSpans<Slot>;
   static constexpr int kSpanPieces = Spans::kPieces;
 
-  uint4* operands;  // [spans][2][kStretches][kColumns][4]
+  uint4* operands;  // [spans][2][kSubBlocks][kColumns][4]
   char* norm;       // the norm's weight, [spans][kRaw][lanes]
   float* squares;   // [m], over all phases
   float* undo;      // [m], of a phase
 
-  static constexpr int kSpanBytes = 2 * int(kStretches) * kColumns * 64;  // shared memory of a span
+  static constexpr int kSpanBytes = 2 * int(kSubBlocks) * kColumns * 64;  // shared memory of a span
   static constexpr int kRaw = sizeof(T) / 2;  // 16-byte parts of eight values, which lie where columns will
   static constexpr int kSpanSteps = 0, kSpanNorm = kRaw * kWarpSize * 16;
   static constexpr int kPieceBlocks = Slot::kWarpBlocks, kPieceSteps = 0;
@@ -218,9 +218,9 @@ struct WarpX {
   }
   // The lane's operand for a column of row m.
   __device__ __forceinline__ uint4* place(int span, int m, int term) const {
-    const int lane = threadIdx.x % kWarpSize, block = span * 2 + lane / 16, stretch = lane % 16 / 4,
+    const int lane = threadIdx.x % kWarpSize, block = span * 2 + lane / 16, sub_block = lane % 16 / 4,
               q = lane % 4;
-    return operands + ((block * int(kStretches) + stretch) * kColumns + m * kXColumns<T> + term) * 4 + q;
+    return operands + ((block * int(kSubBlocks) + sub_block) * kColumns + m * kXColumns<T> + term) * 4 + q;
   }
 };
 

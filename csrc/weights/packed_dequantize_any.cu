@@ -25,9 +25,9 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t* const from = quants + row * count;
   T* const to = out + blockIdx.x * k;
   for (int at = threadIdx.x; at < count; at += kThreads) {
-    const int block = at / block_words, place = at % block_words;  // words of the stretches take turns
+    const int block = at / block_words, place = at % block_words;  // words of the sub-blocks take turns
     const int64_t first =
-        block * kPackedBlock + place % int(kStretches) * kStretch + place / int(kStretches) * neighbors;
+        block * kPackedBlock + place % int(kSubBlocks) * kSubBlock + place / int(kSubBlocks) * neighbors;
     if (first >= k) continue;
     const uint32_t word = __ldcs(from + at);
     const int64_t group = row * groups + (traits.group == 0 ? 0 : first / traits.group);

@@ -1,7 +1,7 @@
 // What: rows of a weight of 4 or 8 bits as float32, float16 or bfloat16, in order, for products of many rows
 //   of x (gemm/gemm_cpu.cpp).
 // Work split: the caller's threads take ranges of rows. Of a block of 128 weights four 16-byte pieces are
-//   transposed, so that each is of one stretch; eight values at a time are dequantized, scaled and rounded.
+//   transposed, so that each is of one sub-block; eight values at a time are dequantized, scaled and rounded.
 // Traffic: quants and scales once; what is written stays in a second-level cache.
 // Roofline: instructions, some six for eight weights.
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace hf_fastpath {
 namespace {
 
-// Word w of four stretches in piece[w] becomes word w of stretch s in piece[s].
+// Word w of four sub-blocks in piece[w] becomes word w of sub-block s in piece[s].
 HF_INLINE void transpose_words(__m128i (&piece)[4]) {
   const __m128i a = _mm_unpacklo_epi32(piece[0], piece[1]), b = _mm_unpacklo_epi32(piece[2], piece[3]);
   const __m128i c = _mm_unpackhi_epi32(piece[0], piece[1]), d = _mm_unpackhi_epi32(piece[2], piece[3]);
@@ -59,11 +59,11 @@ HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, int zero, typenam
   }
 }
 
-// A block of 128 weights. `scale`, `zero`: of each stretch.
+// A block of 128 weights. `scale`, `zero`: of each sub-block.
 template <PackedFormat kFormat, class Element>
-HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[kStretches],
-                                const int (&zero)[kStretches], typename Element::Storage* to) {
-  constexpr int kHalves = bits_of(kFormat) / 4;  // of a stretch
+HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[kSubBlocks],
+                                const int (&zero)[kSubBlocks], typename Element::Storage* to) {
+  constexpr int kHalves = bits_of(kFormat) / 4;  // of a sub-block
 #pragma GCC unroll 2
   for (int half = 0; half < kHalves; ++half) {
     __m128i piece[4];
@@ -72,8 +72,8 @@ HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[kSt
       piece[w] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(quants + (4 * half + w) * 16));
     transpose_words(piece);
 #pragma GCC unroll 4
-    for (int s = 0; s < int(kStretches); ++s) {
-      auto* const at = to + s * kStretch + half * 16;
+    for (int s = 0; s < int(kSubBlocks); ++s) {
+      auto* const at = to + s * kSubBlock + half * 16;
       if constexpr (kHalves == 2) {
         dequantize_sixteen<kFormat, Element>(piece[s], scale[s], zero[s], at);
       } else {
@@ -100,10 +100,10 @@ void dequantize_rows(const PackedWeight& weight, int64_t in_features, int64_t be
     const uint8_t* quants = weight.quants + n * weight.row_bytes();
     const Scale* scales = static_cast<const Scale*>(weight.scales) + n * weight.groups;
     for (int64_t b = 0; b < weight.blocks; ++b, quants += kBytes) {
-      __m256 scale[kStretches];
-      int zero[kStretches];
+      __m256 scale[kSubBlocks];
+      int zero[kSubBlocks];
 #pragma GCC unroll 4
-      for (int s = 0; s < int(kStretches); ++s) {
+      for (int s = 0; s < int(kSubBlocks); ++s) {
         const int64_t group = group_of(kFormat, b, s);
         const float of_group = scale_to_float(scales[group]);
         zero[s] =

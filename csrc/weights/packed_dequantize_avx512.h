@@ -1,4 +1,4 @@
-// Weights of 4 or 8 bits as float16 or bfloat16, 32 of a stretch at a time. Only *_avx512_bf16.cpp include
+// Weights of 4 or 8 bits as float16 or bfloat16, 32 of a sub-block at a time. Only *_avx512_bf16.cpp include
 // this header; linkage is internal, as in avx2_math.h.
 #pragma once
 
@@ -45,7 +45,7 @@ HF_INLINE void round_in_terms(__m512 low, __m512 high, __m512i (&to)[kTerms]) {
 
 // ---- quants of four bits: a table of 16 values, twice, for a scale ----
 
-// Byte b of stretch s's words becomes both halves of the dword that its two weights are written to.
+// Byte b of sub-block s's words becomes both halves of the dword that its two weights are written to.
 HF_INLINE __m512i nibble_places(int s) {
   const __m128i lane = _mm_setr_epi8(0, -1, 0, -1, 1, -1, 1, -1, 2, -1, 2, -1, 3, -1, 3, -1);
   const __m128i moved = _mm_add_epi8(
@@ -53,7 +53,7 @@ HF_INLINE __m512i nibble_places(int s) {
   return _mm512_broadcast_i32x4(moved);
 }
 
-// A stretch of a block's 64 bytes, looked up in its table.
+// A sub-block of a block's 64 bytes, looked up in its table.
 HF_INLINE __m512i nibble_words(__m512i both, int s, __m512i values) {
   // Only the lowest five bits of a word count, of which the fifth chooses between equal halves.
   const __m512i bytes = _mm512_shuffle_epi8(both, nibble_places(s));
@@ -63,7 +63,7 @@ HF_INLINE __m512i nibble_words(__m512i both, int s, __m512i values) {
 
 // ---- int8 ----
 
-// A stretch of a block's 128 signed bytes, times kByteUnit, as each lies in the upper byte of 32 bits.
+// A sub-block of a block's 128 signed bytes, times kByteUnit, as each lies in the upper byte of 32 bits.
 constexpr float kByteUnit = 0x1p-24f;
 HF_INLINE void byte_values(__m512i first, __m512i second, int s, __m512 unit, __m512& low, __m512& high) {
   const __m128i lane =
@@ -107,7 +107,7 @@ HF_INLINE Fp8Values fp8_values(float scale) {
   return values;
 }
 
-// Stretches 2 * pair and 2 * pair + 1 of a block's 128 bytes, looked up.
+// Sub-blocks 2 * pair and 2 * pair + 1 of a block's 128 bytes, looked up.
 HF_INLINE void fp8_words(__m512i first, __m512i second, int pair, const Fp8Values& values, __m512i (&to)[2]) {
   const __m512i words =
       _mm512_add_epi32(_mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29),
@@ -177,13 +177,13 @@ HF_INLINE void sum_factors(const PackedWeight& args, int64_t n, int64_t end, int
   }
 }
 
-// The words of a row's block, with their scales and the multiplier: write(s, term, 32 of stretch s). fp8's
+// The words of a row's block, with their scales and the multiplier: write(s, term, 32 of sub-block s). fp8's
 // are looked up in `values`.
 template <PackedFormat kFormat, class Element, int kTerms, class Write>
 HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t b, float multiplier,
                                 const Fp8Values& values, const Write& write) {
   using Weight = PackedRows<kFormat>;
-  constexpr int kCount = kStretches;
+  constexpr int kCount = kSubBlocks;
   __m512i words[kTerms];
   const uint8_t* const quants = Weight::block(weight, row, b);
   const __m512i first = _mm512_loadu_si512(quants);
@@ -208,16 +208,16 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
   } else {
     const __m512i second = _mm512_loadu_si512(quants + 64);
     if constexpr (!Traits<kFormat>::kIsFloat) {
-      __m512 of_stretch;
+      __m512 of_sub_block;
 #pragma GCC unroll 4
       for (int s = 0; s < kCount; ++s) {
         __m512 low, high;
         if (s % Traits<kFormat>::kTogether == 0)
-          of_stretch = _mm512_set1_ps(scale(s) * (Traits<kFormat>::kIsSigned ? kByteUnit : 1.0f));
+          of_sub_block = _mm512_set1_ps(scale(s) * (Traits<kFormat>::kIsSigned ? kByteUnit : 1.0f));
         if constexpr (Traits<kFormat>::kIsSigned) {
-          byte_values(first, second, s, of_stretch, low, high);
+          byte_values(first, second, s, of_sub_block, low, high);
         } else {
-          byte_values_less(first, second, s, Weight::zero(weight, row, b, s), of_stretch, low, high);
+          byte_values_less(first, second, s, Weight::zero(weight, row, b, s), of_sub_block, low, high);
         }
         round_in_terms<Element>(low, high, words);
         for (int term = 0; term < kTerms; ++term) write(s, term, words[term]);

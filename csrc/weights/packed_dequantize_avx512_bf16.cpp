@@ -1,6 +1,6 @@
 // What: rows of a weight of 4 or 8 bits as float16 or bfloat16, in order, for products of many rows of x
 //   (gemm/gemm_cpu.cpp).
-// Work split: the caller's threads take ranges of rows; 32 weights of a stretch are written at a time. int8
+// Work split: the caller's threads take ranges of rows; 32 weights of a sub-block are written at a time. int8
 //   is brought to where it is converted by one shuffle of bytes; quants of four bits, and e4m3 but for its
 //   sign, look their values up in tables of 16 and 128, made for every scale.
 // Traffic: quants and scales once; what is written stays in a second-level cache.
@@ -28,7 +28,7 @@ void dequantize_rows(const PackedWeight& args, int64_t in_features, int64_t begi
       const int64_t count = std::min(kPackedBlock, in_features - b * kPackedBlock);
       Storage* const block = count == kPackedBlock ? to : last;
       dequantize_block<kFormat, Element, 1>(weight, n, b, multiplier, values, [&](int s, int, __m512i words) {
-        _mm512_storeu_si512(block + s * kStretch, words);
+        _mm512_storeu_si512(block + s * kSubBlock, words);
       });
       if (block == last) std::copy_n(last, count, to);
       to += count;

@@ -8,8 +8,8 @@
 namespace hf_fastpath {
 
 constexpr int64_t kPackedBlock = 128;  // weights that are ordered together
-constexpr int64_t kStretches = 4;      // of a block, whose 32-bit words take turns
-constexpr int64_t kStretch = kPackedBlock / kStretches;
+constexpr int64_t kSubBlocks = 4;      // of a block, whose 32-bit words take turns
+constexpr int64_t kSubBlock = kPackedBlock / kSubBlocks;
 
 }  // namespace hf_fastpath
 
@@ -29,9 +29,9 @@ constexpr bool has_zeros(PackedFormat format) { return traits_of(format).zeros =
 constexpr bool has_scale_of_row(PackedFormat format) { return traits_of(format).group == 0; }
 constexpr int scale_bytes(PackedFormat format) { return traits_of(format).scale_bytes; }
 
-// Stretches of a block that share a scale.
-constexpr int64_t stretches_of_scale(PackedFormat format) {
-  return has_scale_of_row(format) ? kStretches : traits_of(format).group / kStretch;
+// Sub-blocks of a block that share a scale.
+constexpr int64_t sub_blocks_of_scale(PackedFormat format) {
+  return has_scale_of_row(format) ? kSubBlocks : traits_of(format).group / kSubBlock;
 }
 
 // Scales of a row.
@@ -39,10 +39,10 @@ constexpr int64_t groups_of(PackedFormat format, int64_t blocks) {
   return has_scale_of_row(format) ? 1 : blocks * (kPackedBlock / traits_of(format).group);
 }
 
-// Which of a row's scales is that of a block's stretch.
-constexpr int64_t group_of(PackedFormat format, int64_t block, int64_t stretch) {
-  const int64_t together = stretches_of_scale(format);
-  return has_scale_of_row(format) ? 0 : block * (kStretches / together) + stretch / together;
+// Which of a row's scales is that of a block's sub-block.
+constexpr int64_t group_of(PackedFormat format, int64_t block, int64_t sub_block) {
+  const int64_t together = sub_blocks_of_scale(format);
+  return has_scale_of_row(format) ? 0 : block * (kSubBlocks / together) + sub_block / together;
 }
 
 // What kernels ask of a format that has kernels, as constants.
@@ -57,9 +57,9 @@ struct Traits {
   static constexpr int kZero = traits_of(kFormat).zero;                    // else this quant is the weight 0
   // A scale is a row's: sums are multiplied by it, and not weights.
   static constexpr bool kScalesSums = has_scale_of_row(kFormat);
-  static constexpr int kTogether = static_cast<int>(stretches_of_scale(kFormat));  // stretches of a scale
-  static constexpr bool kEachStretch = kTogether == 1;                             // a scale for each
-  static constexpr int kScalesPerBlock = kScalesSums ? 0 : static_cast<int>(kStretches) / kTogether;
+  static constexpr int kTogether = static_cast<int>(sub_blocks_of_scale(kFormat));  // sub-blocks of a scale
+  static constexpr bool kEachSubBlock = kTogether == 1;                             // a scale for each
+  static constexpr int kScalesPerBlock = kScalesSums ? 0 : static_cast<int>(kSubBlocks) / kTogether;
   // Quants of 8 bits that are signed.
   static constexpr bool kIsSigned = kBits == 8 && kIsInteger && !kHasZeros;
   static constexpr int kZerosPerBlock = kHasZeros ? kScalesPerBlock : 0;
@@ -76,12 +76,12 @@ struct Traits {
   static_assert(kIsFloat == kScalesSums && (kBits == 8 || !kIsFloat), "floats are e4m3, with a scale a row");
   static_assert(kBits == 4 || traits_of(kFormat).zeros != PackedZeros::kFixed,
                 "bytes are signed, or have zeros of groups");
-  static_assert(kBits == 4 || kEachStretch || !kHasZeros, "bytes with zeros have groups of 32");
-  static_assert(kBits == 8 || kHasTable || kEachStretch || kHasZeros,
+  static_assert(kBits == 4 || kEachSubBlock || !kHasZeros, "bytes with zeros have groups of 32");
+  static_assert(kBits == 8 || kHasTable || kEachSubBlock || kHasZeros,
                 "groups of 128 of 4 bits have zeros of their own");
-  static_assert(kBits == 8 || !kEachStretch || kHasZeros || kZero == 8,
+  static_assert(kBits == 8 || !kEachSubBlock || kHasZeros || kZero == 8,
                 "groups of 32 of 4 bits have zeros of their own, or a zero of 8");
-  static_assert(kScalesSums || kHasTable || kEachStretch || kScalesPerBlock == 1,
+  static_assert(kScalesSums || kHasTable || kEachSubBlock || kScalesPerBlock == 1,
                 "else a block has one scale");
 };
 

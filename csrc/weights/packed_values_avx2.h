@@ -11,8 +11,8 @@ namespace {
 HF_INLINE float scale_to_float(uint16_t bits) { return half_to_float(bits); }
 HF_INLINE float scale_to_float(float scale) { return scale; }
 
-// The zeros of a block's stretches, as 16 bytes of 8-bit quants want them: four a stretch.
-HF_INLINE __m256i zeros_of_stretches(const uint8_t* zeros) {
+// The zeros of a block's sub-blocks, as 16 bytes of 8-bit quants want them: four a sub-block.
+HF_INLINE __m256i zeros_of_sub_blocks(const uint8_t* zeros) {
   int bits;
   __builtin_memcpy(&bits, zeros, sizeof bits);
   const __m128i places = _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);

@@ -7,10 +7,10 @@
 
 namespace hf_fastpath {
 
-// Weight of its stretch-by-stretch block that lies at `place`, a byte or four bits.
+// Weight of its sub-block-by-sub-block block that lies at `place`, a byte or four bits.
 constexpr int64_t weight_at(PackedFormat format, int64_t place) {
   const int64_t word_size = 32 / bits_of(format), word = place / word_size;
-  return word % kStretches * kStretch + word / kStretches * word_size + place % word_size;
+  return word % kSubBlocks * kSubBlock + word / kSubBlocks * word_size + place % word_size;
 }
 
 struct PackedWeight {

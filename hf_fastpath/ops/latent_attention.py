@@ -41,7 +41,7 @@ def reference(
         q_latent: [batch, heads, rank] float32, float16 or bfloat16, any strides; rank (kv_lora_rank) 1 to 512.
         q_rope: [batch, heads, rope_dim], q_latent's dtype, any strides; rope_dim 1 to 128.
         latents: [batch, 1, capacity, rank], q_latent's dtype, contiguous: what transformers' cache has as keys.
-        rope_keys: [batch, 1, capacity, rope_dim], likewise: what it has as values. They are turned.
+        rope_keys: [batch, 1, capacity, rope_dim], likewise: what it has as values. They are rotated.
         seq_lens: int32 [batch], positions that a row holds, the new one included; at most capacity.
         starts: int32 [batch], first visible position (left padding), or None for 0.
         scale: factor on the scores.
@@ -52,7 +52,7 @@ def reference(
         new_latent, new_rope: [batch, rank] and [batch, rope_dim], written at position ``seq_lens - 1`` first; None if
             the caller has appended them.
         cos, sin: [batch or 1, rope_dim], rope_dim even, which turn ``q_rope`` and ``new_rope``; None if these are
-            turned.
+            rotated.
         rotation: ``"halves"``: elements i and ``i + rope_dim/2`` turn together; ``"neighbors"``: 2i and 2i + 1;
             ``"neighbors_to_halves"``: 2i and 2i + 1, which become i and ``i + rope_dim/2`` (DeepSeek V3).
         programmatic_launch: CUDA may read seq_lens, starts, kv_table and positions that this call does not append while
@@ -70,8 +70,8 @@ def reference(
     """
     refuse_kv_table(kv_table)
     if cos is not None and sin is not None:
-        q_rope = _turned(q_rope, cos, sin, rotation)
-        new_rope = None if new_rope is None else _turned(new_rope[:, None], cos, sin, rotation)[:, 0]
+        q_rope = _rotated(q_rope, cos, sin, rotation)
+        new_rope = None if new_rope is None else _rotated(new_rope[:, None], cos, sin, rotation)[:, 0]
     if new_latent is not None and new_rope is not None:
         rows, slots = torch.arange(len(seq_lens), device=seq_lens.device), (seq_lens.long() - 1).clamp(min=0)
         for cache, new in ((latents, new_latent), (rope_keys, new_rope)):
@@ -86,7 +86,7 @@ def reference(
     return out.contiguous()
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Turn x, [batch, heads, rope_dim]."""
     if rotation == Rotation.NEIGHBORS_TO_HALVES:
         x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)

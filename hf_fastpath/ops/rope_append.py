@@ -26,14 +26,14 @@ MAX_QUANTIZED_HEAD_DIM = 512
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neighbors: bool) -> torch.Tensor:
     """Turn the first elements of every head, as many as there are angles: x [batch, query_len, heads, head_dim]."""
     rotary_dim = cos.shape[-1]
-    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     if neighbors:
-        crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+        crossed = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
     else:
-        first, second = turned.chunk(2, dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
         crossed = torch.cat((-second, first), dim=-1)
-    turned = turned * cos[:, :, None] + crossed * sin[:, :, None]
-    return torch.cat((turned, rest), dim=-1)
+    rotated = rotated * cos[:, :, None] + crossed * sin[:, :, None]
+    return torch.cat((rotated, rest), dim=-1)
 
 
 def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:

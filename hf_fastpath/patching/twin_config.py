@@ -96,7 +96,7 @@ def twin_config(config):
     for name, value, most in entries:
         is_derived = isinstance(getattr(type(small), name, None), property)
         if name == "head_dim" and "qk_rope_head_dim" in known:
-            continue  # of attention over a latent, the part of a head that is turned
+            continue  # of attention over a latent, the part of a head that is rotated
         if name not in known or is_derived or (old := compat.entry_of(small, name)) is None:
             continue
         if isinstance(old, list) and value is not None:  # a size of each of several parts

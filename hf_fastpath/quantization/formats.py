@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..choices import PackedFormat
-from ..packed_formats import BLOCK, FORMATS, STRETCHES, Format, padded
+from ..packed_formats import BLOCK, FORMATS, SUB_BLOCKS, Format, padded
 
 __all__ = ["BLOCK", "FORMATS", "Format", "PackedWeight", "ReorderedWeight"]
 __all__ += ["is_multiplier", "pack", "padded", "scale_dtype", "unpack"]
@@ -162,9 +162,9 @@ class ReorderedWeight:
 
 
 def _in_words(format: Format, quants: torch.Tensor) -> torch.Tensor:
-    """View quants [rows, n] as [rows, blocks, stretches, words, quants of a word]."""
+    """View quants [rows, n] as [rows, blocks, sub-blocks, words, quants of a word]."""
     word = 32 // format.bits
-    return quants.reshape(quants.shape[0], -1, STRETCHES, BLOCK // STRETCHES // word, word)
+    return quants.reshape(quants.shape[0], -1, SUB_BLOCKS, BLOCK // SUB_BLOCKS // word, word)
 
 
 def pack(format: Format, quants: torch.Tensor) -> torch.Tensor:
@@ -179,4 +179,4 @@ def unpack(format: Format, packed: torch.Tensor) -> torch.Tensor:
         packed = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
     rows, blocks = packed.shape[0], packed.shape[1] // BLOCK
     word = 32 // format.bits
-    return packed.view(rows, blocks, BLOCK // STRETCHES // word, STRETCHES, word).transpose(2, 3).reshape(rows, -1)
+    return packed.view(rows, blocks, BLOCK // SUB_BLOCKS // word, SUB_BLOCKS, word).transpose(2, 3).reshape(rows, -1)

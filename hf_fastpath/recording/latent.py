@@ -17,10 +17,10 @@ class Expansion:
     """Keys and values that were made of what a cache gave.
 
     Attributes:
-        states: register of what :func:`.marks.append` gave: the latent, and keys that are turned.
+        states: register of what :func:`.marks.append` gave: the latent, and keys that are rotated.
         layer: index of the layer in the cache.
         calls: those that make keys and values of a few tokens.
-        given: registers of the latent and of the turned keys, [batch, 1, tokens, dim], in ``calls``.
+        given: registers of the latent and of the rotated keys, [batch, 1, tokens, dim], in ``calls``.
         made: registers of keys and values, [batch, num_heads, tokens, dim], in ``calls``.
         facts: tensors without data like these four.
     """
@@ -35,17 +35,17 @@ class Expansion:
     @property
     def weight(self) -> torch.Tensor:
         """Return [num_heads * (plain + value_dim), latent_dim]: for each head, the rows that make the part of a key
-        that is not turned, then the rows that make a value.
+        that is not rotated, then the rows that make a value.
 
         Raises:
             Unrecordable: there is no such weight.
         """
         products = [call.arguments for call in self.calls if call.op is marks.linear]
         (_, heads, _, key_dim), value_dim = self.facts[2].shape, self.facts[3].shape[-1]
-        latent_dim, turned = (fact.shape[-1] for fact in self.facts[:2])
+        latent_dim, rotated = (fact.shape[-1] for fact in self.facts[:2])
         if len(products) == 1 and products[0]["bias"] is None and isinstance(products[0]["weight"], torch.Tensor):
             weight = products[0]["weight"]
-            if tuple(weight.shape) == (heads * (key_dim - turned + value_dim), latent_dim):
+            if tuple(weight.shape) == (heads * (key_dim - rotated + value_dim), latent_dim):
                 return weight
         raise Unrecordable("keys and values that are not made of a latent by one product")
 
@@ -64,20 +64,20 @@ class Expansion:
         """
         weight = self.weight
         with seeded():
-            latent, turned = (torch.randn(fact.shape, dtype=torch.float64) for fact in self.facts[:2])
+            latent, rotated = (torch.randn(fact.shape, dtype=torch.float64) for fact in self.facts[:2])
             wide = torch.randn(weight.shape, dtype=torch.float64)
-        given = {register.index: each for register, each in zip(self.given, (latent, turned))}
+        given = {register.index: each for register, each in zip(self.given, (latent, rotated))}
         values = evaluate(self.calls, given, {id(weight): wide})
-        expected = expanded(latent, turned, wide, *self.facts[2].shape[1::2])
+        expected = expanded(latent, rotated, wide, *self.facts[2].shape[1::2])
         if not all(agree(values[each.index], one) for each, one in zip(self.made, expected)):
             raise Unrecordable("keys and values that are made of a latent by more than a product")
 
 
 def expanded(
-    latent: torch.Tensor, turned: torch.Tensor, weight: torch.Tensor, heads: int, key_dim: int
+    latent: torch.Tensor, rotated: torch.Tensor, weight: torch.Tensor, heads: int, key_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values [batch, heads, tokens, dim] of a latent and turned keys [batch, 1, tokens, dim]."""
+    """Return keys and values [batch, heads, tokens, dim] of a latent and rotated keys [batch, 1, tokens, dim]."""
     both = torch.nn.functional.linear(latent, weight).squeeze(1).unflatten(-1, (heads, -1)).transpose(1, 2)
-    plain = both[..., : key_dim - turned.shape[-1]]
-    keys = torch.cat((plain, turned.expand(-1, heads, -1, -1)), dim=-1)
+    plain = both[..., : key_dim - rotated.shape[-1]]
+    keys = torch.cat((plain, rotated.expand(-1, heads, -1, -1)), dim=-1)
     return keys, both[..., plain.shape[-1] :]

@@ -32,17 +32,17 @@ def latent_attend(
 ) -> Any:
     """Emit what ``marks.latent_attend`` stands for, by way of a ``lowering.Lowering``."""
     at, cache, attention = lowering.at, lowering.caches[layer], lowering.attentions[layer]
-    fact, (_, rank), turned = lowering.recording.fact(call.arguments["q"]), attention.cache_shape, attention.value_dim
+    fact, (_, rank), rotated = lowering.recording.fact(call.arguments["q"]), attention.cache_shape, attention.value_dim
     new = lowering.pending.pop(layer, None)
     angles = None if cos is None else dict(cos=cos, sin=sin, rotation=rotation)
     seen = dict(seq_lens=at.seq_lens, starts=lowering.starts(window), scale=scale)
-    fits = rank <= MAX_RANK and turned <= MAX_ROPE_DIM and fact.shape[3] - turned <= MAX_INPUTS
+    fits = rank <= MAX_RANK and rotated <= MAX_ROPE_DIM and fact.shape[3] - rotated <= MAX_INPUTS
     is_plain = at.kv_dtype == fact.dtype == weight.dtype and not cache.is_paged
     if fits and is_plain and fact.shape[2] == 1 and not window and not lowering.rows_are_tokens:
         return _of_one_token(lowering, fact, q, layer, weight, new, angles, seen)
     if new is not None:
         k, v = new
-        v = v if angles is None else lowering.emit(composed.turned, x=v, **angles)
+        v = v if angles is None else lowering.emit(composed.rotated, x=v, **angles)
         states = dict(k=lowering.by_head(k), v=lowering.by_head(v))
         lowering.emit(composed.append_states, **states, cache=cache, seq_lens=at.seq_lens)
     q = lowering.by_head(q if angles is None else lowering.emit(composed.with_turned_end, q=q, **angles))
@@ -58,10 +58,10 @@ def _of_one_token(lowering: Any, fact, q, layer, weight, new, angles, seen) -> A
     batch, heads, _, dim = fact.shape
     emit, attention = lowering.emit, lowering.attentions[layer]
     cache = lowering.at.placed(lowering.caches[layer], layer)
-    turned, by_head = attention.value_dim, weight.detach().view(heads, -1, attention.cache_shape[1])
+    rotated, by_head = attention.value_dim, weight.detach().view(heads, -1, attention.cache_shape[1])
     how = dict(programmatic_launch=lowering.to.early)
-    q, border = emit(_aten.select.int, q, 2, 0), dim - turned
-    plain, end = (emit(_aten.narrow.default, q, 2, *part) for part in ((0, border), (border, turned)))
+    q, border = emit(_aten.select.int, q, 2, 0), dim - rotated
+    plain, end = (emit(_aten.narrow.default, q, 2, *part) for part in ((0, border), (border, rotated)))
     keys, values = by_head[:, :border], by_head[:, border:]
     at_latent = emit(ops.head_products.overload, x=plain, weight=keys, transposed=True, **how)
     given: dict[str, Any] = {}

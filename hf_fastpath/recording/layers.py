@@ -19,7 +19,7 @@ class RecordedAttention:
     Attributes:
         cache_shape: KV heads, and elements of a head.
         num_heads, head_dim: number of the queries' heads, and elements of a head.
-        value_dim: if the cache holds a latent, elements of the turned keys, which it holds as values; else None.
+        value_dim: if the cache holds a latent, elements of the rotated keys, which it holds as values; else None.
     """
 
     cache_shape: tuple[int, int]

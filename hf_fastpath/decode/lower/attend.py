@@ -158,9 +158,9 @@ class Attention:
 
     def over_latents(self, q: torch.Tensor, weight: torch.Tensor, cache: KVCache, scale: float) -> torch.Tensor:
         """Compute what ``composed.latent_attention`` does, without a window."""
-        heads, turned = q.shape[1], cache.v.shape[-1]
+        heads, rotated = q.shape[1], cache.v.shape[-1]
         latents, keys = (each.narrow(2, 0, self._length) for each in self._states(cache, q.dtype))
-        plain = q.shape[-1] - turned
+        plain = q.shape[-1] - rotated
         made = latents @ weight.view(heads, -1, weight.shape[-1]).mT  # [batch, heads, length, plain + value_dim]
         k = torch.cat((made[..., :plain], keys.expand(-1, heads, -1, -1)), dim=-1)
         return self._sdpa(q.transpose(1, 2), k, made[..., plain:], scale).unflatten(2, (heads, -1))

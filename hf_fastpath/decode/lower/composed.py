@@ -161,7 +161,7 @@ def append_states(
             cache[block_table[:, new // size].long(), :, new % size] = states.transpose(1, 2)
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Turn x, [batch, heads, query_len, dim], by angles [batch or 1, query_len, dim], as ``ops.latent_attention``."""
     if rotation == Rotation.NEIGHBORS_TO_HALVES:
         x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
@@ -169,9 +169,9 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rota
 
 
 def with_turned_end(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn the last elements of q, as many as there are angles; see :func:`turned`."""
+    """Turn the last elements of q, as many as there are angles; see :func:`rotated`."""
     plain, end = q.tensor_split((q.shape[-1] - cos.shape[-1],), dim=-1)
-    return torch.cat((plain, turned(end, cos, sin, rotation)), dim=-1)
+    return torch.cat((plain, rotated(end, cos, sin, rotation)), dim=-1)
 
 
 def log_sums(queries: torch.Tensor) -> torch.Tensor:
@@ -196,10 +196,10 @@ def latent_attention(
     that they see is brought to values.
 
     Args:
-        q: [batch, num_heads, query_len, plain + turned].
+        q: [batch, num_heads, query_len, plain + rotated].
         weight: [num_heads * (plain + value_dim), latent_dim], see ``recording.latent``.
         k_cache: latents, [batch, 1, capacity, latent_dim].
-        v_cache: turned keys, [batch, 1, capacity, turned].
+        v_cache: rotated keys, [batch, 1, capacity, rotated].
         seq_lens, starts, scale, window, k_scales, v_scales, block_table: as of ``ops.decode_attention``.
 
     Returns:
@@ -207,8 +207,8 @@ def latent_attention(
 
     Source: arXiv:2405.04434, section 2.1.
     """
-    turned, heads = v_cache.shape[-1], q.shape[1]
-    plain, by_head = q.shape[-1] - turned, weight.view(heads, -1, weight.shape[-1])
+    rotated, heads = v_cache.shape[-1], q.shape[1]
+    plain, by_head = q.shape[-1] - rotated, weight.view(heads, -1, weight.shape[-1])
     at_latent = torch.matmul(q[..., :plain], by_head[:, :plain])
     if k_scales is not None and v_scales is not None:
         k_cache, v_cache = dequantized(k_cache, k_scales, torch.float32), dequantized(v_cache, v_scales, torch.float32)

@@ -87,5 +87,5 @@ def _is_turned(values, given, out, formula, pairs, rotation) -> bool:
     q = values[0].reshape(batch, query_len, heads, dim).transpose(1, 2)
     plain, part = q.split((dim - rope, rope), dim=-1)
     k = values[2].reshape(batch, 1, query_len, rope)
-    q = torch.cat((plain, composed.turned(part, cos, sin, rotation)), dim=-1)
-    return agree(out[0], q) and agree(out[2], composed.turned(k, cos, sin, rotation))
+    q = torch.cat((plain, composed.rotated(part, cos, sin, rotation)), dim=-1)
+    return agree(out[0], q) and agree(out[2], composed.rotated(k, cos, sin, rotation))
