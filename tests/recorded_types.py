@@ -28,8 +28,8 @@ from hf_fastpath.options import Options
 from hf_fastpath.patching.analyse import analyse
 from hf_fastpath.patching.state import patched_model, state_of
 from hf_fastpath.recording import lowering, marks
-from hf_fastpath.recording.part import RecordedPart
 from hf_fastpath.recording.passes.attention import positional
+from hf_fastpath.recording.recorded_model import RecordedModel
 from hf_fastpath.recording.recorded_step import Recording, read_by
 
 _aten = torch.ops.aten
@@ -246,7 +246,7 @@ def left(model: PreTrainedModel) -> Iterator[str]:
     model = patched_model(model)
     plans = state_of(model).plans
     part = plans.part_of(model)
-    if isinstance(part, RecordedPart):
+    if isinstance(part, RecordedModel):
         recording = part.recording(1, 1)
         mixed = _mixed(recording)
         for call in recording.calls:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hf_fastpath.decode.placed.local_models import LocalPart
-from hf_fastpath.decode.placed.offloaded import OffloadedPart
-from hf_fastpath.decode.placed.shards import ShardedPart
-from hf_fastpath.decode.sources.described import DescribedPart
+from hf_fastpath.decode.placed.local_models import LocalModel
+from hf_fastpath.decode.placed.offloaded import OffloadedModel
+from hf_fastpath.decode.placed.shards import ShardedModel
+from hf_fastpath.decode.sources.described import DescribedModel
 from hf_fastpath.decode.sources.step_source import (
     AnyLength,
     CachedAttention,
@@ -17,25 +17,25 @@ from hf_fastpath.decode.sources.step_source import (
 from hf_fastpath.recording.by_length import ByLength
 from hf_fastpath.recording.family import Recorded
 from hf_fastpath.recording.layers import RecordedAttention
-from hf_fastpath.recording.local_part import LocalRecordedPart
-from hf_fastpath.recording.part import RecordedPart
-from hf_fastpath.recording.placed_part import PlacedPart
+from hf_fastpath.recording.local_model import LocalRecordedModel
+from hf_fastpath.recording.placed_model import PlacedModel
+from hf_fastpath.recording.recorded_model import RecordedModel
 from hf_fastpath.recording.recorded_step import BiasTable, MadeOfModel
-from hf_fastpath.recording.spread_part import SpreadPart
+from hf_fastpath.recording.sharded_model import ShardedRecordedModel
 
-DESCRIBED = (DescribedPart, LocalPart, ShardedPart, OffloadedPart)
-RECORDED = (RecordedPart, LocalRecordedPart, SpreadPart, PlacedPart)
+DESCRIBED = (DescribedModel, LocalModel, ShardedModel, OffloadedModel)
+RECORDED = (RecordedModel, LocalRecordedModel, ShardedRecordedModel, PlacedModel)
 
 
 def sources(
-    described: DescribedPart,
-    local: LocalPart,
-    sharded: ShardedPart,
-    offloaded: OffloadedPart,
-    recorded: RecordedPart,
-    local_recorded: LocalRecordedPart,
-    spread: SpreadPart,
-    placed: PlacedPart,
+    described: DescribedModel,
+    local: LocalModel,
+    sharded: ShardedModel,
+    offloaded: OffloadedModel,
+    recorded: RecordedModel,
+    local_recorded: LocalRecordedModel,
+    spread: ShardedRecordedModel,
+    placed: PlacedModel,
 ) -> list[StepSource]:
     """Return what is given; that each is a source of steps mypy knows by the types alone."""
     return [described, local, sharded, offloaded, recorded, local_recorded, spread, placed]

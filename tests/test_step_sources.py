@@ -17,7 +17,7 @@ from hf_fastpath.architecture import architectures
 from hf_fastpath.decode.sources.described import model_part
 from hf_fastpath.decode.sources.step_source import StepSource
 from hf_fastpath.patching import families
-from hf_fastpath.recording.placed_part import RecordedAlone
+from hf_fastpath.recording.placed_model import RecordedAlone
 
 ROOT = Path(__file__).resolve().parent.parent
 MEMBERS = {
@@ -84,7 +84,7 @@ def test_every_member_says_what_it_is():
 
 def test_nobody_asks_which_kind_a_source_is():
     """Where the kinds differ, a member says in what. The count is ARCHITECTURE.md's."""
-    asked = re.compile(r"\bis_recorded\b|isinstance\([^()]*\b(?:DescribedPart|ModelPart|RecordedPart)\b")
+    asked = re.compile(r"\bis_recorded\b|isinstance\([^()]*\b(?:DescribedModel|ModelInRoles|RecordedModel)\b")
     found = [str(path) for path in (ROOT / "hf_fastpath").rglob("*.py") if asked.search(path.read_text())]
     assert not found, found
 

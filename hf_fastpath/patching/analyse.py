@@ -13,7 +13,7 @@ from ..decode.model import parts
 from ..decode.model.attention_part import AttentionPart
 from ..decode.model.layer_part import LayerPart
 from ..decode.model.structure import DecoderPart
-from ..decode.placed.shards import ShardedPart
+from ..decode.placed.shards import ShardedModel
 from ..decode.plans.plan_cache import Family
 from ..decode.ranks.process_group import Ranks
 from ..decode.sources.step_source import StepSource
@@ -21,8 +21,8 @@ from ..native import loader
 from ..options import Options
 from ..reasons import Cause, named
 from ..recording.family import Recorded
-from ..recording.placed_part import RecordedAlone
-from ..recording.spread_part import RecordedOverRanks
+from ..recording.placed_model import RecordedAlone
+from ..recording.sharded_model import RecordedOverRanks
 from ..replacing import quantizing
 from . import families
 from .families import OF_FILES
@@ -105,7 +105,7 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
     found = ((each, each.model_part(model)) for each in known)
     family, whole = next((pair for pair in found if pair[1] is not None), (None, None))
     reason = reason or _whole_reason(model, whole)
-    if isinstance(whole, ShardedPart) and reason is None:
+    if isinstance(whole, ShardedModel) and reason is None:
         reason = whole.spread_reason() or _lasting_reason(whole)
     reason = ranks.agreed(reason)
     if isinstance(family, Recorded) and reason is not None:
@@ -114,7 +114,7 @@ def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) 
     return PatchPlan(
         model=model,
         options=options,
-        architecture=whole.architecture if isinstance(whole, ShardedPart) else None,
+        architecture=whole.architecture if isinstance(whole, ShardedModel) else None,
         by_structure=None,
         family=family,
         bindings=(),

@@ -15,7 +15,7 @@ from ..decode.ranks.process_group import Ranks
 from ..decode.sources.described import model_part
 from ..decode.sources.step_source import StepSource
 from ..reasons import Cause
-from ..recording.placed_part import RecordedAlone
+from ..recording.placed_model import RecordedAlone
 
 #: reasons that files have against models which the recorder may know all the same
 OF_FILES = frozenset(

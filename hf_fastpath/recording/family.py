@@ -31,7 +31,7 @@ class Recorded:
         self.first: Any = None
 
     def model_part(self, model: nn.Module) -> StepSource:
-        """Return ``model`` as it is now, as a ``RecordedPart``."""
+        """Return ``model`` as it is now, as a ``RecordedModel``."""
         made = self._part(model)
         made.look()
         self.first = self.first or made

@@ -18,7 +18,7 @@ def adopt(self: Any, kept: Any, differs: Sequence[str]) -> bool:
     """Take the recordings of a part whose model differs in its active adapters alone, if these are of one kind.
 
     Args:
-        self: a ``RecordedPart`` of the model as it is, of which nothing was recorded yet.
+        self: a ``RecordedModel`` of the model as it is, of which nothing was recorded yet.
         kept: one of the model as it was, without a reason against it.
         differs: places where the Python values of the model differ.
 

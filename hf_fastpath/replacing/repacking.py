@@ -16,7 +16,7 @@ from torch.nn import functional
 from .. import logs, structural
 from ..architecture import architectures
 from ..compat import INSIDE_ADAPTER, adapter_modules, hook_of, placement
-from ..decode.model.structure import ModelPart
+from ..decode.model.structure import ModelInRoles
 from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
 from ..linears.checkpoints import IntWeight, TableWeight, family_of, note
@@ -273,7 +273,7 @@ def _announcement(done: list[Replaced], seconds: float) -> str:
     return f"{took}: {formats}; {size:.2f} GB, {back}"
 
 
-def repack_layers(part: ModelPart, replaced: list[Replaced], quiet: bool, packed: Packing) -> None:
+def repack_layers(part: ModelInRoles, replaced: list[Replaced], quiet: bool, packed: Packing) -> None:
     """Replace the projections of all decoder layers, and the head, by what ``packed`` makes of them.
 
     Args:

@@ -14,7 +14,7 @@ from .. import structural
 from ..architecture import architectures
 from ..compat import quantization_method, should_convert_module
 from ..decode.model.parts import MoEPart
-from ..decode.model.structure import ModelPart
+from ..decode.model.structure import ModelInRoles
 from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
 from ..linears.packed_linear import PackedLinear
@@ -229,7 +229,7 @@ def repack_empty(model: nn.Module, schemes: Sequence[Scheme | TableScheme]) -> s
     return formats
 
 
-def _check_experts(part: ModelPart, schemes: Sequence[Scheme | TableScheme], names: Mapping[int, str]) -> None:
+def _check_experts(part: ModelInRoles, schemes: Sequence[Scheme | TableScheme], names: Mapping[int, str]) -> None:
     """Raise if the checkpoint quantizes experts, which are not repacked."""
     for layer in part.layers:
         if isinstance(layer.mlp, MoEPart):

@@ -31,7 +31,7 @@ from transformers.distributed import DistributedConfig
 import hf_fastpath
 from hf_fastpath import UnsupportedModelError
 from hf_fastpath.compat import whole_experts
-from hf_fastpath.recording.spread_part import SpreadPart
+from hf_fastpath.recording.sharded_model import ShardedRecordedModel
 
 pytestmark = needs_processes
 #: what is special about a type's spread layers: gathered features and a part of them, states and gates, latents and
@@ -140,7 +140,7 @@ def _one_rank(rank: int, folder: Path) -> None:
     assert hf_fastpath.report(model).stats["reasons"] == {"hooks" if rank else "other_rank": 1}
     model = hf_fastpath.patch(spread(folder / "glm4"), quiet=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpreadPart, "_together", lambda self, batch: rank)
+        patch.setattr(ShardedRecordedModel, "_together", lambda self, batch: rank)
         assert torch.equal(tokens_of(model, inputs), expected)
     assert hf_fastpath.report(model).stats["reasons"] == {"sharded": 1}
 

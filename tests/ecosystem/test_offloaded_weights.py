@@ -43,8 +43,8 @@ from hf_fastpath.decode.model.layer_part import LayerPart
 from hf_fastpath.decode.placed import fetch, offloaded, page_lock
 from hf_fastpath.decode.run.program import Program
 from hf_fastpath.patching.state import state_of
-from hf_fastpath.recording import placed_part
-from hf_fastpath.recording.placed_part import PlacedPart
+from hf_fastpath.recording import placed_model
+from hf_fastpath.recording.placed_model import PlacedModel
 
 #: bytes from which on the small models' tensors pass through the ring: matrices do, norms and biases do not
 KEPT = 2048
@@ -214,8 +214,8 @@ def test_recorded_models_beside_layers_elsewhere(locks, device, monkeypatch, mod
         of_first.update(id(each) for name, each in part.module.named_parameters() if ".layers.0." in name)
         return elsewhere if id(tensor) in of_first else CPU
 
-    monkeypatch.setattr(PlacedPart, "device_of", device_of)
-    monkeypatch.setattr(placed_part, "_COPIED_BYTES", 1024)
+    monkeypatch.setattr(PlacedModel, "device_of", device_of)
+    monkeypatch.setattr(placed_model, "_COPIED_BYTES", 1024)
     stock = causal_lm_types.small_model(model_type)
     ours = copy.deepcopy(stock)
     to_host(ours, [name for name in blocks_of(ours) if name.endswith(".layers.1")])

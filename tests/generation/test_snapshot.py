@@ -118,9 +118,9 @@ def test_asked_once(architecture, monkeypatch, device):
     stock, ours = fresh(architecture, device)
     asked = []
     for name in ("reason", "parameters"):
-        method = getattr(structure.ModelPart, name)
+        method = getattr(structure.ModelInRoles, name)
         monkeypatch.setattr(
-            structure.ModelPart, name, lambda self, method=method: (asked.append(self), method(self))[1]
+            structure.ModelInRoles, name, lambda self, method=method: (asked.append(self), method(self))[1]
         )
     inputs = {"input_ids": prompt(device)} | SHORT
     with counting(ours) as counts:

@@ -12,7 +12,7 @@ from hf_fastpath.cache.layer import FastpathLayer
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.loops import prompt as reading
 from hf_fastpath.decode.model.layer_part import LayerPart
-from hf_fastpath.decode.model.structure import ModelPart
+from hf_fastpath.decode.model.structure import ModelInRoles
 from hf_fastpath.decode.placed.stages import Stages
 from hf_fastpath.decode.plans.draft_plan import DraftPlan
 from hf_fastpath.patching.state import state_of
@@ -74,7 +74,7 @@ def test_a_plan_is_used_again_with_other_padding(apart):
 def test_a_tied_head_is_beside_the_embeddings(apart, monkeypatch, architecture):
     """device_map="auto" puts the final norm beside the last layer, and a tied head beside the embeddings."""
     last = torch.device("cpu", 2)
-    monkeypatch.setattr(ModelPart, "norm_device", last)
+    monkeypatch.setattr(ModelInRoles, "norm_device", last)
     stock, ours = fresh(architecture, CPU)
     for batch in (1, 3):
         with counting(ours) as counts:

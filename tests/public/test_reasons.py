@@ -42,7 +42,7 @@ import hf_fastpath
 from hf_fastpath import FallbackError
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.loops.patched import paused
-from hf_fastpath.decode.model.structure import ModelPart
+from hf_fastpath.decode.model.structure import ModelInRoles
 from hf_fastpath.decode.placed import fetch, page_lock
 from hf_fastpath.decode.placed.offloaded import Waiting
 from hf_fastpath.decode.plans import plan_cache
@@ -297,7 +297,7 @@ class TwoRanks(Ranks):
 
 
 def other_rank(monkeypatch):
-    for kind in (ModelPart, PatchState):
+    for kind in (ModelInRoles, PatchState):
         monkeypatch.setattr(kind, "ranks", TwoRanks())
     return generating()
 

@@ -15,12 +15,12 @@ import hf_fastpath
 from hf_fastpath.decode.plans.encoded import Seen
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import marks
-from hf_fastpath.recording.part import RecordedPart
-from hf_fastpath.recording.placed_part import RecordedAlone
+from hf_fastpath.recording.placed_model import RecordedAlone
+from hf_fastpath.recording.recorded_model import RecordedModel
 from hf_fastpath.recording.recorded_step import Unrecordable
 
 
-def part_of(model) -> RecordedPart:
+def part_of(model) -> RecordedModel:
     return RecordedAlone(model).model_part(model)
 
 

@@ -16,8 +16,8 @@ import hf_fastpath
 from hf_fastpath.decode.calls.named_calls import tensors_in
 from hf_fastpath.decode.placed.stages import Stages
 from hf_fastpath.patching.state import state_of
-from hf_fastpath.recording import placed_part
-from hf_fastpath.recording.placed_part import PlacedPart
+from hf_fastpath.recording import placed_model
+from hf_fastpath.recording.placed_model import PlacedModel
 
 #: gated attention behind fused norms, states, latents and experts, keys and values that layers share, biases of scores,
 #: a layer that is called twice, positions that are learned
@@ -30,7 +30,7 @@ _AROUND = (
 )
 
 
-def claimed(part: PlacedPart, tensor: torch.Tensor) -> torch.device:
+def claimed(part: PlacedModel, tensor: torch.Tensor) -> torch.device:
     """Return a device of its own for the tensors of each layer, behind that of all others."""
     names = vars(part).setdefault("names", {id(each): name for name, each in _named(part.module)})
     layer = _LAYER.search(names.get(id(tensor), ""))
@@ -46,9 +46,9 @@ def _named(model):
 def apart(monkeypatch):
     """Let every layer of recorded models claim a device of its own."""
     require_native(CPU)
-    monkeypatch.setattr(placed_part, "is_placed", lambda model: True)
-    monkeypatch.setattr(PlacedPart, "device_of", claimed)
-    monkeypatch.setattr(placed_part, "_COPIED_BYTES", 1024)
+    monkeypatch.setattr(placed_model, "is_placed", lambda model: True)
+    monkeypatch.setattr(PlacedModel, "device_of", claimed)
+    monkeypatch.setattr(placed_model, "_COPIED_BYTES", 1024)
 
 
 def padded() -> dict[str, torch.Tensor]:
@@ -110,7 +110,7 @@ def test_quantized_weights(apart, model_type):
     ours, alone = copy.deepcopy(stock), copy.deepcopy(stock)
     hf_fastpath.patch(ours, weights="int8", lm_head="int8", quiet=True)
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(placed_part, "is_placed", lambda model: False)
+        patches.setattr(placed_model, "is_placed", lambda model: False)
         hf_fastpath.patch(alone, weights="int8", lm_head="int8", quiet=True)
         wanted = alone.generate(causal_lm_types.prompt(2, 11, seed=2), **SHORT)
     with counting(ours) as counts:

@@ -36,7 +36,7 @@ from hf_fastpath.decode.plans.decode_plan import DecodePlan
 from hf_fastpath.errors import FallbackError
 from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.patching.state import state_of
-from hf_fastpath.recording.part import RecordedPart
+from hf_fastpath.recording.recorded_model import RecordedModel
 
 #: of each test every fourth case; all of them with ``--full``
 pytestmark = pytest.mark.every(4)
@@ -627,7 +627,7 @@ def test_recording_gives_the_calls_that_a_file_gives(model_type, monkeypatch):
     for recorded in (False, True):
         with hidden_files() if recorded else nullcontext():
             ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-            assert isinstance(state_of(ours).decided.family.model_part(ours), RecordedPart) == recorded
+            assert isinstance(state_of(ours).decided.family.model_part(ours), RecordedModel) == recorded
             assert_equal(ours, stock)
             assert_equal(ours, stock, padded(2))
             made.append(_layers(ours))

@@ -33,7 +33,7 @@ import hf_fastpath
 from hf_fastpath.errors import UnsupportedModelError
 from hf_fastpath.recording import marks
 from hf_fastpath.recording.passes import passed
-from hf_fastpath.recording.placed_part import RecordedAlone
+from hf_fastpath.recording.placed_model import RecordedAlone
 from hf_fastpath.recording.probing import seeded
 from hf_fastpath.recording.recorded_step import Unrecordable
 from hf_fastpath.recording.skeleton import Skeleton

@@ -19,7 +19,7 @@ from hf_fastpath.cache.states import KeysAndStatesLayer, StateLayer
 from hf_fastpath.compat import CACHE
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.patching.twin_config import twin_config
-from hf_fastpath.recording.part import RecordedPart
+from hf_fastpath.recording.recorded_model import RecordedModel
 
 #: of each test every other case; all of them with ``--full``
 pytestmark = pytest.mark.every(2)
@@ -365,4 +365,4 @@ def test_twins_are_small_and_have_layers_of_every_kind(model_type):
     stock, ours = pair(model_type)
     twin = type(stock)(twin_config(type(stock.config)()))  # of the published sizes
     assert twin.num_parameters() < 1_000_000
-    assert isinstance(state_of(ours).plans.part_of(ours), RecordedPart)
+    assert isinstance(state_of(ours).plans.part_of(ours), RecordedModel)

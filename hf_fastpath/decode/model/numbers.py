@@ -37,7 +37,7 @@ def softcap_reason(module: nn.Module, path: str | None) -> str | None:
 
 
 def reason_of_model(part: Any) -> str | None:
-    """Return why a step cannot hold the numbers that a described model, a ``ModelPart``, has beside its layers; or
+    """Return why a step cannot hold the numbers that a described model, a ``ModelInRoles``, has beside its layers; or
     None."""
     spec, offset = part.architecture, part.architecture.position_offset
     reasons = [number_reason(part.decoder, spec.embedding_multiplier)]

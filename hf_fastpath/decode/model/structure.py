@@ -50,7 +50,7 @@ class DecoderPart(Part):
 
 
 @dataclass(frozen=True)
-class ModelPart(Part, WholeModel):
+class ModelInRoles(Part, WholeModel):
     """A causal LM as it is now, in the roles of its architecture.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..sources.described import DescribedPart
+from ..sources.described import DescribedModel
 
 
 def rebuilt(model: nn.Module, local_of: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> nn.Module:
@@ -57,7 +57,7 @@ def owner_of(whole: nn.Module, local: nn.Module, module: nn.Module) -> nn.Module
 
 
 @dataclass(frozen=True)
-class LocalPart(DescribedPart):
+class LocalModel(DescribedModel):
     """A local model in its roles.
 
     Attributes:

@@ -18,9 +18,9 @@ from ... import compat
 from ...architecture import Architecture
 from ...reasons import Cause
 from ..model.modules import is_own_forward, weight_and_bias
-from ..sources.described import DescribedPart, model_part
+from ..sources.described import DescribedModel, model_part
 from ..sources.step_source import StepSource
-from .local_models import LocalPart, copied, has_local, rebuilt
+from .local_models import LocalModel, copied, has_local, rebuilt
 
 #: attributes that accelerate's hooks leave on a module
 _HOOKED = ("_hf_hook", "_old_forward")
@@ -97,7 +97,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class OffloadedPart(LocalPart):
+class OffloadedModel(LocalModel):
     """A model some weights of which wait in host memory or on disk."""
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
@@ -163,9 +163,9 @@ class Described:
         """Name of the transformers module that defines the architecture's classes."""
         return self.architecture.module
 
-    def model_part(self, model: nn.Module) -> DescribedPart | None:
+    def model_part(self, model: nn.Module) -> DescribedModel | None:
         """Return ``model`` in its roles as it is now, or None if it is not exactly of this architecture."""
         part = model_part(self.architecture, model)
         if part is None or not any(map(compat.brought, model.modules())):
             return part
-        return OffloadedPart(self.architecture, local_model(model), part.windows, model)
+        return OffloadedModel(self.architecture, local_model(model), part.windows, model)

@@ -23,7 +23,7 @@ from ..model.parts import MoEPart
 from ..ranks.process_group import Ranks
 from ..ranks.rank_calls import SHARD_KEY, Shard, shard_of, style_of
 from ..sources.described import model_part
-from .local_models import LocalPart, copied, has_local, rebuilt
+from .local_models import LocalModel, copied, has_local, rebuilt
 
 #: styles of a mixture's experts
 EXPERT_STYLES = (ShardStyle.EXPERTS, ShardStyle.SOME_EXPERTS, ShardStyle.PICKED_EXPERTS)
@@ -90,7 +90,7 @@ def _shard(module: Any, style: ShardStyle | None, ranks: Ranks, dtype: torch.dty
 
 
 @dataclass(frozen=True)
-class ShardedPart(LocalPart):
+class ShardedModel(LocalModel):
     """What this rank has of a tensor-parallel model.
 
     Attributes:
@@ -243,10 +243,10 @@ class Sharded:
         """Return the name of the transformers module that defines the architecture's classes."""
         return self.architecture.module
 
-    def model_part(self, model: nn.Module) -> ShardedPart | None:
+    def model_part(self, model: nn.Module) -> ShardedModel | None:
         """Return this rank's part of ``model`` in its roles as it is now, or None if it is not of this architecture."""
         whole = model_part(self.architecture, model)
         if whole is None:
             return None
         local = local_model(model, self.ranks)
-        return ShardedPart(self.architecture, local, whole.windows, model, self.ranks)
+        return ShardedModel(self.architecture, local, whole.windows, model, self.ranks)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from ...ops.decode_attention import MAX_QUERY_LEN
-from ..model.structure import ModelPart, full_angles
+from ..model.structure import ModelInRoles, full_angles
 from ..run.program import Program
 from ..sources.step_source import StepSource
 
@@ -23,7 +23,7 @@ _ANGLE_PIECE = 8192
 _RUN_ROWS = 1024
 
 
-def angles_at(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> dict[str | None, tuple]:
+def angles_at(part: ModelInRoles, like: torch.Tensor, positions: torch.Tensor) -> dict[str | None, tuple]:
     """Compute cos and sin at ``positions`` for every kind of layer.
 
     Args:
@@ -41,7 +41,7 @@ def angles_at(part: ModelPart, like: torch.Tensor, positions: torch.Tensor) -> d
     return made
 
 
-def has_angles(part: StepSource) -> TypeGuard[ModelPart]:
+def has_angles(part: StepSource) -> TypeGuard[ModelInRoles]:
     """Whether a plan keeps tables of a model's angles: of what a file describes, unless it has no rotary embedding."""
     return part.rotary is not None
 
@@ -70,7 +70,7 @@ class AngleTables:
         registers: kind of layer -> registers of cos and sin.
     """
 
-    def __init__(self, part: ModelPart, program: Program, dtype: torch.dtype, device: torch.device):
+    def __init__(self, part: ModelInRoles, program: Program, dtype: torch.dtype, device: torch.device):
         self._part, self._program = part, program
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._longest = getattr(part.rotary, "max_seq_len_cached", _MOST_ANGLE_ROWS)

@@ -15,7 +15,7 @@ from ..lower.many_experts import most_sequences
 from ..lower.which_op import Lower
 from ..model.modules import found_at
 from ..model.parts import HeadPart, MoEPart
-from ..model.structure import ModelPart
+from ..model.structure import ModelInRoles
 from ..run.program import Program
 from . import steps
 from .described_prompts import DescribedPrompts
@@ -24,7 +24,7 @@ from .step_source import AnyLength, StepInputs
 
 
 @dataclass(frozen=True)
-class DescribedPart(ModelPart):
+class DescribedModel(ModelInRoles):
     """A model in its roles, from which its steps are written down whenever a plan asks for one."""
 
     takes_positions: ClassVar[bool] = True
@@ -138,7 +138,7 @@ class DescribedPart(ModelPart):
         return HeadPart(self.architecture, self.owner(self.head))
 
 
-def model_part(architecture: Architecture, model: nn.Module) -> DescribedPart | None:
+def model_part(architecture: Architecture, model: nn.Module) -> DescribedModel | None:
     """Return a causal LM of ``architecture``, or None if ``model`` is not exactly one."""
     cls = type(model)
     if (cls.__module__, cls.__name__) != (architecture.module, architecture.causal_lm):
@@ -147,4 +147,4 @@ def model_part(architecture: Architecture, model: nn.Module) -> DescribedPart | 
         return None
     # a config that was edited since the model was made may tell of more layers, which the model's own code leaves out
     found = getattr(found_at(model, architecture.base), architecture.layers, windows)
-    return DescribedPart(architecture, model, tuple(windows[: len(found)]))
+    return DescribedModel(architecture, model, tuple(windows[: len(found)]))

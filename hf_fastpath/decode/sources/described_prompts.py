@@ -9,7 +9,7 @@ import torch
 from ...cache.fastpath_cache import FastpathCache
 from ..lower.attend import has_tensor_cores
 from ..lower.which_op import Lower
-from ..model.structure import ModelPart
+from ..model.structure import ModelInRoles
 from ..run.program import Program
 from . import steps
 from .prompts import PromptInputs, empty_states
@@ -22,7 +22,7 @@ class DescribedPrompts:
         part: the model in its roles.
     """
 
-    def __init__(self, part: ModelPart):
+    def __init__(self, part: ModelInRoles):
         self._part = part
 
     def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Any:

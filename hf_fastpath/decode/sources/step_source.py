@@ -1,8 +1,8 @@
 """A source of steps: what plans, prompts, loops, caches, reports and quantization ask of a model.
 
-There are two kinds: a model that an architecture file describes (:class:`.described.DescribedPart`), whose step is
+There are two kinds: a model that an architecture file describes (:class:`.described.DescribedModel`), whose step is
 written down from its modules' roles, and one whose step is recorded from its own forward
-(``recording.part.RecordedPart``). Each is a model as it was at one time.
+(``recording.recorded_model.RecordedModel``). Each is a model as it was at one time.
 """
 
 from __future__ import annotations

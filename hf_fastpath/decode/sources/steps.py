@@ -25,7 +25,7 @@ from ..lower.which_op import Lower
 from ..model.attention_part import AttentionPart
 from ..model.layer_part import LayerPart
 from ..model.parts import FeedForwardPart, MLPPart, MoEPart, NormPart
-from ..model.structure import ModelPart
+from ..model.structure import ModelInRoles
 from ..model.weight import weight_of
 from ..ranks.rank_calls import own_embeddings, own_rows, shard_of, style_of, summed
 from ..run.program import Program
@@ -208,7 +208,7 @@ def decoder_layer(to: Lower, part: LayerPart, hidden: Any, cache: KVCache, at: P
     return _added(to, part, attended, part.mlp_post_norm, transform)
 
 
-def step_inputs(to: Lower, part: ModelPart, tokens: Any, positions: Any, tables: list[Any]) -> tuple[Any, list[Any]]:
+def step_inputs(to: Lower, part: ModelInRoles, tokens: Any, positions: Any, tables: list[Any]) -> tuple[Any, list[Any]]:
     """Emit what the first layer takes.
 
     Args:
@@ -247,12 +247,12 @@ def step_inputs(to: Lower, part: ModelPart, tokens: Any, positions: Any, tables:
     return hidden, rows
 
 
-def head(to: Lower, part: ModelPart, hidden: Any, is_normed: bool = False) -> Any:
+def head(to: Lower, part: ModelInRoles, hidden: Any, is_normed: bool = False) -> Any:
     """Emit the final norm, unless ``hidden`` has passed it, and the head."""
     return projection(to, part.head, hidden, norm=None if is_normed else part.final_norm)
 
 
-def placed_logits(program: Program, to: Lower, part: ModelPart, hidden: Any) -> Any:
+def placed_logits(program: Program, to: Lower, part: ModelInRoles, hidden: Any) -> Any:
     """Emit the final norm, the head and what the model computes from the head's output, each where its weights are."""
     program.move_to(part.norm_device)
     is_apart = part.norm_device != part.head_device
@@ -262,7 +262,7 @@ def placed_logits(program: Program, to: Lower, part: ModelPart, hidden: Any) -> 
     return scaled_logits(to, part, head(replace(to, device=part.head_device), part, hidden, is_apart))
 
 
-def scaled_logits(to: Lower, part: ModelPart, logits: Any) -> Any:
+def scaled_logits(to: Lower, part: ModelInRoles, logits: Any) -> Any:
     """Emit what the model computes from its head's output."""
     if part.logits_multiplier != 1:
         logits = to.emit(_aten.mul.Scalar, logits, part.logits_multiplier)

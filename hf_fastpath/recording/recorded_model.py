@@ -38,7 +38,7 @@ from .tensors import modules_reason, sizes_reason, tensors_reason
 from .whole_step import whole_step
 
 
-class RecordedPart(WholeModel):
+class RecordedModel(WholeModel):
     """A causal LM whose step is recorded from its own forward, as it is now.
 
     Attributes:
@@ -57,7 +57,7 @@ class RecordedPart(WholeModel):
     rotary: nn.Module | None = None
     takes_long = True
     modules_use_cache = False
-    is_placed = False  # see .placed_part
+    is_placed = False  # see .placed_model
     lowering: Any = Lowering
     files_reason: Cause | None = None
     head_part: HeadPart | None = None

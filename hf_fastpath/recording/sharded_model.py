@@ -15,11 +15,11 @@ from ..decode.ranks.process_group import Ranks
 from ..decode.ranks.rank_calls import COLLECTIVES, shard_of
 from ..reasons import Cause
 from .family import Recorded
-from .local_part import LocalRecordedPart
+from .local_model import LocalRecordedModel
 from .proof import reason_against
 
 
-class SpreadPart(LocalRecordedPart):
+class ShardedRecordedModel(LocalRecordedModel):
     """What this rank has of a recorded model."""
 
     def __init__(self, architecture: RecordedOverRanks, whole: nn.Module):
@@ -88,5 +88,5 @@ class RecordedOverRanks(Recorded):
         super().__init__(model)
         self.ranks = ranks
 
-    def _part(self, model: nn.Module) -> SpreadPart:
-        return SpreadPart(self, model)
+    def _part(self, model: nn.Module) -> ShardedRecordedModel:
+        return ShardedRecordedModel(self, model)

@@ -23,9 +23,9 @@ from ..decode.placed.offloaded import Waiting, in_whole, local_model
 from ..decode.run.program import Program
 from . import marks
 from .family import Recorded
-from .local_part import LocalRecordedPart
+from .local_model import LocalRecordedModel
 from .lowering import Lowering
-from .part import RecordedPart
+from .recorded_model import RecordedModel
 from .recorded_step import Recording, Unrecordable, is_mutable
 from .stand_ins import StandIns
 
@@ -134,7 +134,7 @@ class _There:
         given: what the plan has for registers; tensors among it are where the calls are that read them.
     """
 
-    def __init__(self, part: PlacedPart, program: Program, given: Iterable[Any]):
+    def __init__(self, part: PlacedModel, program: Program, given: Iterable[Any]):
         self._part, self._program, self._device = part, program, part.home
         self._given = set(map(id, given))
 
@@ -165,7 +165,7 @@ class PlacedLowering(Lowering):
     """A walk over a recorded list that goes from device to device."""
 
     def __init__(
-        self, part: PlacedPart, program: Program, to: Lower, recording: Recording, given: Mapping[int, Any], caches, at
+        self, part: PlacedModel, program: Program, to: Lower, recording: Recording, given: Mapping[int, Any], caches, at
     ):
         self._there = _There(part, program, given.values())
         super().__init__(part, program, replace(to, emit=self._there.emit), recording, given, caches, at)
@@ -177,7 +177,7 @@ class PlacedLowering(Lowering):
         self.at = self._everywhere[device]
 
 
-class PlacedPart(LocalRecordedPart):
+class PlacedModel(LocalRecordedModel):
     """A recorded model that accelerate has placed."""
 
     is_placed = True
@@ -296,5 +296,5 @@ class PlacedPart(LocalRecordedPart):
 class RecordedAlone(Recorded):
     """The family of a model that one process has, on one device or on several."""
 
-    def _part(self, model: nn.Module) -> RecordedPart:
-        return PlacedPart(self, model) if is_placed(model) else RecordedPart(self, model)
+    def _part(self, model: nn.Module) -> RecordedModel:
+        return PlacedModel(self, model) if is_placed(model) else RecordedModel(self, model)

@@ -6,10 +6,10 @@ from torch import nn
 
 from ..decode.placed.local_models import owner_of
 from .family import Recorded
-from .part import RecordedPart
+from .recorded_model import RecordedModel
 
 
-class LocalRecordedPart(RecordedPart):
+class LocalRecordedModel(RecordedModel):
     """A local model, which is recorded.
 
     Attributes:
