@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from in_thread import LONG
 from models import CPU, VOCAB, build, prompt, require_native
 from transformers import LogitsProcessorList
 
@@ -17,9 +18,6 @@ import hf_fastpath
 from hf_fastpath.batching import engine, slots
 from hf_fastpath.decode.loops.shared_calls import DEVICES
 from hf_fastpath.patching.state import state_of
-
-#: seconds in which everything that is waited for has long happened
-LONG = 60
 
 
 def patched(architecture: str = "llama", device=CPU, shares: bool = True, **changes):

@@ -9,15 +9,13 @@ from collections import Counter
 
 import pytest
 import torch
+from in_thread import LONG, Call
 from models import VOCAB, build, left_padded, prompt, require_native
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import hf_fastpath
 from hf_fastpath.decode.loops.shared_calls import DEVICES
 from hf_fastpath.patching.state import state_of
-
-#: seconds in which everything that is waited for has long happened
-LONG = 60
 
 
 def require_sharing(device) -> None:
@@ -30,30 +28,6 @@ def sharing(architecture: str, device, **options):
     """Return a patched model whose calls share steps."""
     require_sharing(device)
     return hf_fastpath.patch(build(architecture).to(device), quiet=True, share_steps=True, **options)
-
-
-class Call(threading.Thread):
-    """A call of ``generate()`` in a thread of its own; :meth:`result` returns or raises what the call did."""
-
-    def __init__(self, model, *args, after: float = 0.0, **kwargs):
-        super().__init__(daemon=True)
-        self.model, self.given, self.after, self.error = model, (args, kwargs), after, None
-        self.start()
-
-    def run(self) -> None:
-        torch.set_num_threads(1)
-        time.sleep(self.after)
-        try:
-            self.value = self.model.generate(*self.given[0], **self.given[1])
-        except BaseException as error:
-            self.error = error
-
-    def result(self):
-        self.join(LONG)
-        assert not self.is_alive(), "a call hangs"
-        if self.error is not None:
-            raise self.error
-        return self.value
 
 
 class AllHere:
@@ -77,7 +51,7 @@ def together(model, calls: list[dict], **common):
     made = []
     for each in calls:
         criteria = StoppingCriteriaList([*each.pop("stopping_criteria", []), gate])
-        made.append(Call(model, stopping_criteria=criteria, **(common | each)))
+        made.append(Call(model.generate, stopping_criteria=criteria, **(common | each)))
     found = [call.result() for call in made]
     return found, Counter(state_of(model).stats.shared_steps) - before
 
@@ -240,7 +214,9 @@ def test_sixteen_staggered_threads_one_slow_one_that_raises(slow, device):
     ways = {"streamer": dict(streamer=Slow()), "criterion": dict(stopping_criteria=StoppingCriteriaList([is_slow]))}
     options[3] |= ways[slow]
     options[9]["streamer"] = Raises()
-    calls = [Call(model, each, after=0.001 * number, **way) for number, (each, way) in enumerate(zip(ids, options))]
+    calls = [
+        Call(model.generate, each, after=0.001 * number, **way) for number, (each, way) in enumerate(zip(ids, options))
+    ]
     for number, (call, expected) in enumerate(zip(calls, alone)):
         if number == 9:
             with pytest.raises(ZeroDivisionError):
@@ -300,7 +276,7 @@ def test_a_step_that_breaks_off(error, behind, device, monkeypatch):
 
     monkeypatch.setattr(Slots, "step", breaks)
     gate, ended = AllHere(len(calls), times=1), 0
-    made = [Call(model, stopping_criteria=StoppingCriteriaList([gate]), **GREEDY, **each) for each in calls]
+    made = [Call(model.generate, stopping_criteria=StoppingCriteriaList([gate]), **GREEDY, **each) for each in calls]
     for call, expected in zip(made, alone):
         try:
             assert call.result().equal(expected)
@@ -334,13 +310,13 @@ def test_a_callback_that_changes_the_model_and_one_that_generates(device):
         return torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
 
     expected = [model.generate(each, **GREEDY) for each in (ids, other)]
-    outer = Call(model, ids, stopping_criteria=StoppingCriteriaList([asks]), **GREEDY)
+    outer = Call(model.generate, ids, stopping_criteria=StoppingCriteriaList([asks]), **GREEDY)
     assert outer.result().equal(expected[0]) and inner[0].equal(expected[1])
     changed = model.generate(ids, stopping_criteria=negates(15), **GREEDY)
     head.data.neg_()
-    beside = Call(model, prompt(device, 1, 4), do_sample=False, max_new_tokens=400)
+    beside = Call(model.generate, prompt(device, 1, 4), do_sample=False, max_new_tokens=400)
     found = Call(
-        model,
+        model.generate,
         ids,
         logits_processor=LogitsProcessorList([lambda _, scores: scores]),
         **GREEDY,
@@ -377,8 +353,8 @@ def test_what_is_chosen_ahead_of_a_slow_criterion_is_dropped(architecture, devic
         alone = model.generate(**given, **slow(45, then))
         while hooks:
             hooks.pop().remove()
-        beside = [Call(model, max_new_tokens=400, **other) for _ in range(2)]
-        found = Call(model, **given, **slow(45, then)).result()
+        beside = [Call(model.generate, max_new_tokens=400, **other) for _ in range(2)]
+        found = Call(model.generate, **given, **slow(45, then)).result()
         for call in beside:
             call.result()
         while hooks:

@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
+from in_thread import LONG, Call
 from models import CPU, build, counting, fresh, prompt, require_native
 from parity import assert_same_tokens
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -19,32 +19,7 @@ from hf_fastpath.decode.plans.plan_cache import MAX_CALLS, MAX_DRAFT_PLANS, MAX_
 from hf_fastpath.patching import api
 from hf_fastpath.patching.state import state_of
 
-#: seconds in which everything that is waited for has long happened
-LONG = 60
 OPTIONS = dict(max_new_tokens=12, do_sample=False)
-
-
-class Call(threading.Thread):
-    """A function in a thread of its own; :meth:`result` returns or raises what the function did."""
-
-    def __init__(self, function: Callable, *args, **kwargs):
-        super().__init__(daemon=True)
-        self.function, self.given, self.error = function, (args, kwargs), None
-        self.start()
-
-    def run(self) -> None:
-        torch.set_num_threads(1)
-        try:
-            self.value = self.function(*self.given[0], **self.given[1])
-        except BaseException as error:
-            self.error = error
-
-    def result(self):
-        self.join(LONG)
-        assert not self.is_alive(), "a thread hangs"
-        if self.error is not None:
-            raise self.error
-        return self.value
 
 
 class Gate:

@@ -55,12 +55,11 @@ def length_of(part: StepSource, prompt: Prompt, past: int) -> int | None:
         return None
     if part.ranks is not None or any(part.host_weights) or any(kind.states for kind in part.kinds):
         return None
-    fitting = (each for each in LENGTHS if count <= each and batch * each <= LENGTHS[-1])
-    if (found := next(fitting, None)) is not None:
-        return found
-    of_thin = (each for each in LENGTHS_OF_THIN if count <= each and batch * each <= LENGTHS_OF_THIN[-1])
-    found = next(of_thin, None)
-    return found if found is not None and _is_thin(part, batch * found) else None
+    for lengths in (LENGTHS, LENGTHS_OF_THIN):
+        found = next((each for each in lengths if count <= each and batch * each <= lengths[-1]), None)
+        if found is not None:
+            return found if lengths is LENGTHS or _is_thin(part, batch * found) else None
+    return None
 
 
 #: a model -> elements of its matrices

@@ -108,17 +108,14 @@ class Attention:
 
     @cached_property
     def _mask(self) -> torch.Tensor | None:
-        """bool [batch or 1, 1, query_len, length], the positions that each token sees; None if a causal mask says it.
-
-        A token of the padding sees every position: nothing reads its result, but the result has to stay finite.
-        """
+        """bool [batch or 1, 1, query_len, length], what each token sees; None if a causal mask says it."""
         lengths = self._lengths
         if self._starts is None:
             if self._length == self._query_len or self._query_len == 1:
                 return None
             lengths = lengths[:1]
         visible = visible_slots(lengths, self._starts, self._query_len, self._length, window=0)
-        return (visible | ~visible.any(-1, keepdim=True))[:, None]
+        return _for_padding(visible)
 
     def over(self, q, cache: KVCache, scale: float, window: int, softcap: float, sinks, slopes) -> torch.Tensor:
         """Compute what ``ops.decode_attention`` does; lengths and padding are those of this forward."""
@@ -209,7 +206,7 @@ class Attention:
                 seen = seen & (apart > -window)
             if self._starts is not None:
                 seen = seen & (held[begin:end] >= self._starts.long()[:, None, None])
-                seen = (seen | ~seen.any(-1, keepdim=True))[:, None]  # as of ``_mask``
+                seen = _for_padding(seen)
             keys, values = k[:, :, begin:end], v[:, :, begin:end]
             mask: torch.Tensor = seen
             if slopes is not None or sinks is not None:
@@ -236,6 +233,14 @@ class Attention:
             q.transpose(1, 2), k, v, attn_mask=self._mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
         return out.transpose(1, 2).flatten(2)
+
+
+def _for_padding(seen: torch.Tensor) -> torch.Tensor:
+    """Return a mask for all heads of what each token sees, [batch, query_len, length].
+
+    A token of the padding sees every position: nothing reads its result, but the result has to stay finite.
+    """
+    return (seen | ~seen.any(-1, keepdim=True))[:, None]
 
 
 def attend(

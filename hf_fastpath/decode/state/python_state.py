@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-import operator
 import sys
 import types
 from array import array
@@ -113,8 +112,8 @@ class Walk:
 
     def entered_alike(self, other: Walk) -> bool:
         """Whether another walk has found the same values when it entered its model."""
-        entered = (dict(islice(walk.values.items(), walk.num_entered)) for walk in (self, other))
-        return operator.eq(*entered)
+        mine, its = (dict(islice(walk.values.items(), walk.num_entered)) for walk in (self, other))
+        return mine == its
 
     def classes(self) -> None:
         """Go through the classes of the modules that were met."""
