@@ -82,7 +82,7 @@ def samples(device: torch.device, dtype: torch.dtype):
             norms = norm, randn(256), randn(256) if norm == NormKind.LAYER else None, 1e-5
             for rows in (1, 2):
                 x = randn(rows, 256) + 1
-                yield Sample(x, *random_weight(format, 144, 256, device), Activation.SILU, *norms, rows == 1)
+                yield Sample(x, *random_weight(format, 1040, 256, device), Activation.SILU, *norms, rows == 1)
 
 
 SPEC = register(

@@ -117,7 +117,8 @@ class PackedWeight:
         """
         quants = unpack(self.format, self.quants)
         rows, scales = self.out_features, self.scales.float()[..., None]
-        values = torch.tensor(self.format.codebook, device=quants.device)[quants.int()].view(rows, scales.shape[1], -1)
+        codebook = torch.stack([scales.new_full((), value) for value in self.format.codebook])  # a graph may hold it
+        values = codebook[quants.int()].view(rows, scales.shape[1], -1)
         if self.zeros is not None:
             values -= self.zeros.float()[..., None]
         values *= scales * self.multiplier

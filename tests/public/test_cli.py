@@ -38,7 +38,7 @@ def test_cli_info_json(capsys):
 
 
 def test_cli_info_routes(capsys):
-    rows = loader.cpu_routes()
+    rows = [*loader.cpu_routes(), *loader.cuda_routes()]
     assert cli.main(["info", "--routes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert cli.main(["info", "--routes", "--json"]) == 0
