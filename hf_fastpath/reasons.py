@@ -252,7 +252,7 @@ REASONS: dict[str, Reason] = {
     ),
     "not_shared": Reason(
         "the rows of this model or call cannot be slots that texts take and leave (recurrent states, an encoder, "
-        "a cache in pages, steps that differ with the length, weights on a GPU, ...): it shares no steps",
+        "a cache in pages, steps that differ with the length, ...): it shares no steps",
         "nothing to set: it runs as it does alone; patch() without page_size= if pages are named",
     ),
     # the fast loop runs, but cannot run ahead of the device, or not over pages

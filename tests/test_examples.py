@@ -183,11 +183,12 @@ def test_server_answers_the_client_of_openai(client):
 
 
 def test_many_prompts_at_once(fast_counts, capsys):
-    batch, (stock, words) = example("batch"), (trained(), tokenizer())
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # samples of a GPU are other ones
+    batch, (stock, words) = example("batch"), (trained().to(device), tokenizer())
     answers = batch.main(max_new_tokens=12)
     assert len(answers) == len(batch.PROMPTS) and "rows a step" in capsys.readouterr().out
     torch.manual_seed(2)
-    inputs = words(batch.PROMPTS[2], return_tensors="pt")
+    inputs = words(batch.PROMPTS[2], return_tensors="pt").to(device)
     ids = stock.generate(**inputs, max_new_tokens=12, do_sample=True, top_p=0.9, temperature=0.6)
     assert answers["2"] == words.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 

@@ -14,19 +14,12 @@ from models import VOCAB, build, left_padded, prompt, require_native
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import hf_fastpath
-from hf_fastpath.decode.loops.shared_calls import DEVICES
 from hf_fastpath.patching.state import state_of
-
-
-def require_sharing(device) -> None:
-    require_native(device)
-    if device.type not in DEVICES:
-        pytest.skip(f"calls share no steps on {device.type}")
 
 
 def sharing(architecture: str, device, **options):
     """Return a patched model whose calls share steps."""
-    require_sharing(device)
+    require_native(device)
     return hf_fastpath.patch(build(architecture).to(device), quiet=True, share_steps=True, **options)
 
 
@@ -94,7 +87,7 @@ def test_quantized_caches_and_weights(options, device):
 
 def test_adapters_and_known_beginnings(device):
     """LoRA beside the weights, and prompts whose beginnings are kept: texts are kept from slots, too."""
-    require_sharing(device)
+    require_native(device)
     peft = pytest.importorskip("peft", reason="peft is not installed")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
     torch.manual_seed(0)
@@ -115,7 +108,7 @@ def test_adapters_and_known_beginnings(device):
 def test_a_recorded_model(device):
     from recorded_types import small_model
 
-    require_sharing(device)
+    require_native(device)
     model = hf_fastpath.patch(small_model("glm4").to(device), quiet=True, share_steps=True)
     assert state_of(model).decided.recorded is not None
     calls = prompts(device, vocab=model.config.vocab_size)

@@ -17,9 +17,6 @@ from .call_scope import CallScope, scope_here
 from .generate_calls import end_tokens, ends_by_length_or_token
 from .patched import Patched
 
-#: devices on which calls share steps: on a GPU it is not proven that they get their tokens
-DEVICES = frozenset({"cpu"})
-
 
 def why_not_shared(state: Patched, part: StepSource, cache: Any, config: Any, criteria: Any) -> Cause | None:
     """Return why the rows of a call cannot be slots beside those of other calls, or None.
@@ -49,8 +46,6 @@ def why_model_not_shared(state: Patched, part: StepSource) -> str | None:
         return "several tokens at a position"
     if part.ranks is not None or len(part.devices) > 1 or part.host_weights:
         return "weights on several devices"
-    if any(device.type not in DEVICES for device in part.devices):
-        return "a GPU"
     if any(kind.states for kind in part.kinds):
         return "recurrent states"
     if part.counts_alike:
