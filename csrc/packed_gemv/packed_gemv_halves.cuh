@@ -68,19 +68,48 @@ struct HalfX : RowX<T, kFormat, HalfX<T, kFormat>> {
 };
 
 // The same beside a table, whose places take four bits: two blocks at a time, and halves of a block have
-// scales.
+// scales. Both values of a byte are looked up at once, in shared memory in front of the ring, where each lane
+// has a table in a bank of its own: one load, and two instructions for its address. Permutations
+// (packed_table.cuh) take three instructions a value, of which an SM has no time for more than a third of R
+// (H200: 31 % of it over all products of a 7B).
 template <class T, PackedFormat kFormat>
 struct TableX : HalfX<T, kFormat> {
   using Base = HalfX<T, kFormat>;
-  using Base::Base, Base::kBlockBytes;
+  using Base::kBlockBytes;
 
-  struct Operand {  // in shared memory: registers are for the table
+  uint32_t table;  // this lane's, [byte] of two float16, kWarpSize * 4 bytes apart
+
+  __device__ __forceinline__ TableX(char* ring, const PackedPlan& plan, int warp, int spans, int m)
+      : Base(ring, plan, warp, spans, m),
+        table(shared_address(ring) - kPairTableBytes + threadIdx.x % kWarpSize * 4) {
+    static_assert(kRingConsumers == 256, "a thread a byte");
+    const int byte = threadIdx.x;
+    uint32_t pairs[4];
+    table_pairs<kFormat>(byte, pairs);
+    auto* const row = reinterpret_cast<uint4*>(ring - kPairTableBytes + byte * (kWarpSize * 4));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row[(i + byte) % 8] = make_uint4(pairs[0], pairs[0], pairs[0], pairs[0]);
+    sync_some(1, kRingConsumers);
+  }
+
+  struct Operand {
     uint32_t of_lane;
     const int2* steps;
+    uint32_t table;
 
     __device__ __forceinline__ Operand(const TableX& x, int at)
         : of_lane(shared_address(x.operands) + at * x.kSpanBytes + threadIdx.x % 4 * 16),
-          steps(x.steps + at * 8) {}
+          steps(x.steps + at * 8),
+          table(x.table) {}
+
+    // The values of a word's i-th byte.
+    __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
+      uint32_t value;
+      asm volatile("ld.shared.u32 %0, [%1];"
+                   : "=r"(value)
+                   : "r"(__byte_perm(word, 0, 0x4440 + i) * (kWarpSize * 4) + table));
+      return value;
+    }
   };
 
   template <class Reader>
@@ -96,7 +125,11 @@ struct TableX : HalfX<T, kFormat> {
 #pragma unroll
       for (int s = 0; s < int(kSubBlocks); ++s) {
         uint32_t a[2][4];
-        words.template operands<true>(a, s, {0, 0});
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {  // a product takes two bytes of each row
+          const int byte = i / 2, h = i % 2;
+          a[byte / 2][h + byte % 2 * 2] = x.pair(words.word[h][0][s], byte);
+        }
         const uint4 b = load_shared(x.of_lane + block * kBlockBytes + s * 64);
         mma<__half>(c, a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
         mma<__half>(c, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);

@@ -174,7 +174,8 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   plan.partials_at = take(2 * kLines * p.m * Slot::kWeightRows * 4);
   plan.dots_at = take(is_cluster ? 0 : most_units * ring.halves * p.m * 4);
   plan.received_at = take(is_cluster ? (round_up_to(most_units, 2) * ring.halves + 2) * p.m * 4 : 0);
-  const int most = is_large ? kLargeBlockBytes : kBlockBytes;
+  constexpr int kTable = kTableBytes<T, kFormat, kColumns>;
+  const int most = (is_large ? kLargeBlockBytes : kBlockBytes) - kTable;
   ring.slots = has_hopper_code() ? std::clamp((most - at) / plan.slot_bytes, 1, kMaxRingSlots) : 0;
   if (one_tile_each) ring.slots = std::min(ring.slots, of_rank);
   const int ring_bytes = ring.slots * plan.slot_bytes;
@@ -187,7 +188,7 @@ RingLaunch plan_packed(const GemvParams& p, const RopeAppendParams* rope, Packed
   const int grid = clusters * plan.ranks, tiles = (most_units * ring.halves - 1) / Slot::kWeightRows + 1;
   if (kTakesRow<T, kColumns> && tiles * of_rank <= ring.slots)
     plan_next(p, grid, kPackedNextBytes / blocks_per_sm, ring);
-  return {ring, grid, ring_bytes + at};
+  return {ring, grid, kTable + ring_bytes + at};
 }
 
 template <class T, PackedFormat kFormat, int kColumns, bool kPrepared>

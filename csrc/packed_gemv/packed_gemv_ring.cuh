@@ -219,11 +219,12 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
 }
 
 // Blocks whose registers an SM has room for: with three, one of the next kernel starts early where its ring
-// is small. An append has too much to keep.
+// is small. An append has too much to keep, and a table leaves no room for a third.
 template <class T, PackedFormat kFormat, int kColumns, RingEnd kEnd>
-constexpr int kPackedMinBlocks = kColumns > 8                                         ? 1
-                                 : kTakesRow<T, kColumns> && kEnd != RingEnd::kAppend ? 3
-                                                                                      : 2;
+constexpr int kPackedMinBlocks =
+    kColumns > 8                                                                        ? 1
+    : kTakesRow<T, kColumns> && kEnd != RingEnd::kAppend && !Traits<kFormat>::kHasTable ? 3
+                                                                                        : 2;
 
 // kColumns: of B, at least: rows of x, or twice as many.
 template <class T, PackedFormat kFormat, int kColumns, RingEnd kEnd, bool kPrepared>
@@ -231,7 +232,8 @@ __global__ void __launch_bounds__(HF_FASTPATH_HOPPER ? kRingThreads : kRingConsu
                                   kPackedMinBlocks<T, kFormat, kColumns, kEnd>)
     packed_gemv_kernel(const __grid_constant__ GemvParams p, const __grid_constant__ RopeAppendParams rope,
                        const __grid_constant__ PackedPlan plan, const __grid_constant__ PackedMaps maps) {
-  extern __shared__ __align__(1024) char packed_ring[];                        // which swizzles count from
+  extern __shared__ __align__(1024) char packed_shared[];  // which swizzles count from
+  char* const packed_ring = packed_shared + kTableBytes<T, kFormat, kColumns>;
   if constexpr (HF_FASTPATH_HOPPER || !kTakesLanes<T, kColumns, kPrepared>) {  // elsewhere are no clusters
     run_packed<kFormat, kLinesOf<T, kColumns, kPrepared>>(
         p, rope, plan, maps, packed_ring, [&](RingBarriers barriers) {

@@ -266,8 +266,8 @@ def _failures(rank: int, folder: Path) -> None:
         "absent": dict,
         "unpatch": dict,
     }
-    if on_gpus():  # torch 2.11 crashes where stock code's beam search gathers tensors of GPUs over gloo
-        cases = {name: options for name, options in cases.items() if "beams" not in name}
+    if on_gpus():  # torch 2.11 crashes where forwards of stock code gather tensors of GPUs over gloo
+        cases = {name: options for name, options in cases.items() if not name.endswith(("beams", "drafts"))}
     for name, options in cases.items():
         model = _anew(rank, folder, name)
         before, inputs = instances(model), {"input_ids": some_prompt(device(rank), length=11)}
