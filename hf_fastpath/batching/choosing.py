@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..decode.run.graph import random_numbers_in_turn
+from ..decode.run.to_host import to_host
 
 
 @dataclass(frozen=True)
@@ -81,4 +82,5 @@ def _sampled(logits: torch.Tensor, members: Sequence[tuple[Chooser, Sequence[int
                 noise[first : first + len(own)].exponential_(generator=chooser.generator)
                 first += len(own)
     chosen = (probabilities / noise).argmax(-1)
-    return chosen.tolist(), probabilities.isfinite().all(-1).tolist()
+    tokens, finite = to_host(chosen, probabilities.isfinite().all(-1))
+    return tokens.tolist(), finite.tolist()

@@ -377,8 +377,7 @@ class Batch:
             IndexError: the prompt has such tokens.
         """
         count = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)
-        wrong = [] if count is None else [token for token in request.prompt if not 0 <= token < count]
-        if wrong:
+        if count is not None and (wrong := [token for token in request.prompt if not 0 <= token < count]):
             raise IndexError(
                 f"request {request.id} has token {wrong[0]}, and the model knows tokens from 0 to {count - 1}: "
                 "make its tokens with the model's own tokenizer"

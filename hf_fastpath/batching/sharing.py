@@ -290,12 +290,13 @@ class Sharing:
         """Give slots to the calls that wait for them, as many as there is room for, the first ones first."""
         while self.joining and self._has_room(member := self.joining[0]):
             try:
+                others = min(self.calls, self._most(member.part))  # which read their prompts
                 if self.slots is None:
-                    self.slots = Slots(self.plans, member.part, member.cache.kv_dtype)
+                    needed = max(len(member.starts), others)
+                    self.slots = Slots(self.plans, member.part, member.cache.kv_dtype, needed)
                 if member.max_length is not None:
                     self.slots.expect(member.max_length)
-                needed = self.slots.count + len(member.starts)
-                self.slots.grow(max(needed, min(self.calls, self._most(member.part))))  # others read their prompts
+                self.slots.grow(max(self.slots.count + len(member.starts), others))
                 held = member.length - 1
                 member.rows = self.slots.take(member.cache, held, member.positions, member.starts)
             except Exception as error:  # memory, for one: those who have slots go on

@@ -29,6 +29,7 @@ class Slots:
         plans: of the model.
         part: the model, without a reason against slots.
         kv_dtype: storage type of keys and values, None for the model's own.
+        slots: how many there are at least.
 
     Attributes:
         fingerprint: of the model as it was when the slots were made.
@@ -38,12 +39,12 @@ class Slots:
     plan: RowsPlan
     _cache: FastpathCache
 
-    def __init__(self, plans: PlanCache, part: StepSource, kv_dtype: torch.dtype | None):
+    def __init__(self, plans: PlanCache, part: StepSource, kv_dtype: torch.dtype | None, slots: int = 1):
         self.fingerprint = plans.fingerprint_of(part)
         self.part, self.kv_dtype = part, kv_dtype
         self.taken: list[bool] = []
         self._plans, self._expected = plans, 0
-        self._resize(SIZES[0])
+        self._resize(size_for(slots))
 
     @property
     def count(self) -> int:

@@ -23,6 +23,8 @@ from .rows_plan import RowsPlan
 MAX_PLANS = 4
 #: plans that verify drafts: all widths for two KV types
 MAX_DRAFT_PLANS = 2 * len(WIDTHS)
+#: and of slots for texts: one for each number of them
+MAX_ROWS_PLANS = 9
 #: recordings of one model that are kept, each of other Python values that it was made with
 MAX_RECORDINGS = 8
 #: calls of generate() that our loops serve at once: each has plans of its own, which take tens of megabytes on a GPU
@@ -159,7 +161,7 @@ class PlanCache:
 
     def _take_back(self, plan: DecodePlan) -> None:
         """Put a plan in front of those that wait; of each kind, only the newest stay."""
-        most = MAX_DRAFT_PLANS if type(plan) is DraftPlan else MAX_PLANS
+        most = {DraftPlan: MAX_DRAFT_PLANS, RowsPlan: MAX_ROWS_PLANS}.get(type(plan), MAX_PLANS)
         with self.lock:
             alike = [each for each in self._waiting if type(each) is type(plan)]
             self._waiting = [plan, *(each for each in self._waiting if each not in alike[most - 1 :])]

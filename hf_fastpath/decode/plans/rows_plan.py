@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...cache.fastpath_cache import FastpathCache
+from ..run.to_host import to_host
 from .decode_plan import DecodePlan
 
 #: tokens after which a row without a text begins anew: until then the device counts on, and the host writes nothing
@@ -82,7 +83,7 @@ class RowsPlan(DecodePlan):
         self._settle()
         self._is_stale = True  # until the step is through: it may break off
         self.step()
-        self.chosen = self.tokens[:, 0].tolist()
+        self.chosen = to_host(self.tokens[:, 0])[0].tolist()
         self._is_stale = False
         for row, token in enumerate(tokens):
             if token is None and self._is_taken[row]:
