@@ -354,7 +354,7 @@ class Batch:
             with in_scope(scope), torch.no_grad():
                 if scope.is_cancelled:
                     raise Cancelled
-                self._check_tokens(request)
+                request.check_tokens(getattr(self._inner.get_input_embeddings(), "num_embeddings", None))
                 given = dict(request.arguments)
                 made = compat.sequences_of(self._model.generate(**given))
                 count = compat.num_tokens_behind(self._inner, None, given, made)
@@ -369,19 +369,6 @@ class Batch:
         text = None if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
         reason = "length" if len(tokens) >= request.new_tokens and not self._is_end(given, tokens) else "stop"
         return Result(request.id, request.prompt, tokens, reason, logprobs, text)
-
-    def _check_tokens(self, request: Request) -> None:
-        """Refuse tokens that no embedding has: a GPU would stop all requests of the process.
-
-        Raises:
-            IndexError: the prompt has such tokens.
-        """
-        count = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)
-        if count is not None and (wrong := [token for token in request.prompt if not 0 <= token < count]):
-            raise IndexError(
-                f"request {request.id} has token {wrong[0]}, and the model knows tokens from 0 to {count - 1}: "
-                "make its tokens with the model's own tokenizer"
-            )
 
     def _is_end(self, given: dict[str, Any], tokens: list[int]) -> bool:
         """Whether the last token is an end token."""

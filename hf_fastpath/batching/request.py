@@ -100,6 +100,21 @@ class Request:
         """Whether the request has ended."""
         return self._done.is_set()
 
+    def check_tokens(self, count: int | None) -> None:
+        """Refuse tokens that no embedding has: a GPU would stop all requests of the process.
+
+        Args:
+            count: of embeddings; None if it is not known.
+
+        Raises:
+            IndexError: the prompt has such tokens.
+        """
+        if count is not None and (wrong := [token for token in self.prompt if not 0 <= token < count]):
+            raise IndexError(
+                f"request {self.id} has token {wrong[0]}, and the model knows tokens from 0 to {count - 1}: "
+                "make its tokens with the model's own tokenizer"
+            )
+
     def cancel(self) -> None:
         """End the request, if it has not ended. Its result says ``"cancelled"``; no other request is touched."""
         self.owner.cancel(self)
