@@ -27,6 +27,7 @@ _PUBLIC = {
     "patched": "patching.api",
     "report": "patching.api",
     "batch": "batching.engine",
+    "logprobs": "batching.logprobs",
     "verify": "check.verification",
     "compare_formats": "check.quality",
     "profile": "profiling.profiler",

@@ -43,6 +43,8 @@ class Sharing:
         members: the calls that have slots.
         joining: the calls that wait for slots, in the order in which they came.
         slots: the present ones, or None.
+        prompt_turn: entered while a prompt is read: two threads that start as many small kernels hand the GIL to each
+            other at each of them, and take ten times as long as one after the other.
         has_new_weights: a callback has changed the model since the last step.
     """
 
@@ -54,6 +56,7 @@ class Sharing:
         """Forget what threads hold: in the child of a fork, these threads do not exist."""
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # a leader waits for tokens and for slots
+        self.prompt_turn = threading.Lock()
         self.calls = 0
         self.leader: int | None = None  # the thread that leads
         self.members: list[Member] = []
