@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,6 +153,12 @@ class PrefixStore:
             self._use([*([] if mark is None else [mark]), *reversed(used)])
             return Found(best, tuple(page.stored for page in used), mark)
 
+    def newest_guard(self, fits: Callable[[Any], bool]) -> Any | None:
+        """Return the state, of those that fit, in which the model has read a text that was kept last; None for none."""
+        with self._lock:
+            of_texts = (guard for guard, root in reversed(self._roots) if root.behind or root.marks)
+            return next(filter(fits, of_texts), None)
+
     def common(self, guard: Any, tokens: Sequence[int]) -> int:
         """Return how many tokens, in whole pages, some text has begun with that was read before."""
         with self._lock:
@@ -169,8 +175,9 @@ class PrefixStore:
         return found
 
     def _root(self, guard: Any) -> _Page:
-        for known, root in self._roots:
+        for place, (known, root) in enumerate(self._roots):
             if known == guard:
+                self._roots.append(self._roots.pop(place))  # the newest is the last
                 return root
         self._roots = [(known, root) for known, root in self._roots if root.behind or root.marks]
         self._roots.append((guard, _Page()))

@@ -17,7 +17,7 @@ from hf_fastpath.cache.fastpath_cache import FastpathCache
 from hf_fastpath.cache.prefixes import PAGE, PrefixStore
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.loops import prefixes as prefixes_module
-from hf_fastpath.decode.state.weights_sum import weights_sum
+from hf_fastpath.decode.state.weights_sum import PendingSum, weights_sum
 from hf_fastpath.patching.state import state_of
 
 #: of each test every other case; all of them with ``--full``
@@ -184,6 +184,27 @@ def test_what_other_weights_have_read_is_not_used(name, change, device):
         change(model)
     assert not_read(stock, ours, ids) == 0
     assert not_read(stock, ours, ids) == 2 * PAGE - 1
+
+
+def test_texts_are_read_while_weights_are_summed(device, monkeypatch):
+    """The newest weights are taken for those of now, and what was read so is read again if they are not; then nothing
+    is taken for granted until they have stayed."""
+    read = []
+    before = prefixes_module.PrefixCall._read_meanwhile
+    monkeypatch.setattr(PendingSum, "is_done", lambda self: False)
+    monkeypatch.setattr(
+        prefixes_module.PrefixCall, "_read_meanwhile", lambda *given: (read.append(before(*given)), read[-1])[1]
+    )
+    stock, ours = pair("llama", device)
+    ids = texts(2 * PAGE)[0]
+    assert not_read(stock, ours, ids) == 0 and read.pop() is None
+    assert not_read(stock, ours, ids) == 2 * PAGE - 1 and read.pop() is not None
+    for _ in range(2):
+        for model in (stock, ours):
+            _in_place(model)
+        assert not_read(stock, ours, ids) == 0 and read.pop() is None
+    assert not_read(stock, ours, ids) == 2 * PAGE - 1 and read.pop() is None
+    assert not_read(stock, ours, ids) == 2 * PAGE - 1 and read.pop() is not None
 
 
 def test_weights_that_come_back(device):

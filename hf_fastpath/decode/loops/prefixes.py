@@ -6,6 +6,7 @@ weights. The model then reads the rest alone, as it reads a turn of a conversati
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from ...stats import PrefixCounts
 from ..plans.plan_cache import PlanCache
 from ..sources.step_source import StepSource
 from ..state.snapshot import Snapshot
-from ..state.weights_sum import weights_sum
+from ..state.weights_sum import begin_sum
 from . import multimodal
 from .forward_answers import goes_on_from_states
 from .generate_calls import position_ids_of
@@ -44,9 +45,13 @@ class Prefixes:
 
     Args:
         limit: bytes that are kept at most.
+
+    Attributes:
+        weights_stay: they were the same when a known text was read last.
     """
 
     def __init__(self, limit: int):
+        self.weights_stay = True
         self.store, self.counts = PrefixStore(limit), PrefixCounts(limit)
         self._facts: tuple[weakref.ref[Snapshot], bool, list[bool]] | None = None
 
@@ -130,12 +135,15 @@ class PrefixCall:
     ):
         self._prefixes, self._plans, self._part, self._snapshot = prefixes, plans, part, snapshot
         self._ids, self._paddings, self._cache = ids, paddings, cache
-        self._guard = self._guard_now()
+        self._fingerprint, self._sum = snapshot.fingerprint, begin_sum(snapshot.held_tensors())
+
+    @functools.cached_property
+    def _guard(self) -> tuple:
+        """What keys, values and states depend on besides the tokens, as it was when the call began."""
+        return self._fingerprint, self._sum.value()
 
     def _guard_now(self) -> tuple:
-        """Return what keys, values and states depend on besides the tokens."""
-        snapshot = self._snapshot
-        return snapshot.fingerprint, weights_sum(snapshot.held_tensors())
+        return self._snapshot.fingerprint, begin_sum(self._snapshot.held_tensors()).value()
 
     def read(self, between: Callable[[int, int], Piece]) -> torch.Tensor:
         """Read the prompts, but not what is known of them.
@@ -151,8 +159,12 @@ class PrefixCall:
         at_marks, store = has_ends(self._cache), self._prefixes.store
         if at_marks and len(texts) > 1:
             return between(0, length).read()
+        if not (at_marks or self._sum.is_done()):
+            if (answer := self._read_meanwhile(texts, between)) is not None:
+                return answer
         found = [store.find(self._guard, text, len(text) - 1, at_marks) for text in texts]
         begin = min(padding + each.count for padding, each in zip(self._paddings, found))
+        self._prefixes.weights_stay |= begin > 0
         step = self._steps_from(begin, between(begin, length)) if at_marks and 0 < begin < length else False
         if step is None or not any(each.count for each in found):
             begin = 0
@@ -170,6 +182,26 @@ class PrefixCall:
                 logits = self._by_steps(begin, end) if step else between(begin, end).read()
                 self._keep(self._ids[:, :end], logits)
                 begin = end
+        return logits
+
+    def _read_meanwhile(self, texts: list[list[int]], between: Callable[[int, int], Piece]) -> torch.Tensor | None:
+        """Read the prompts while the sum over the weights is under way, as if they were those of the newest text that
+        such a model has read; return None if they were not, or nothing is known of the prompts."""
+        prefixes, length = self._prefixes, self._ids.shape[1]
+        likely = prefixes.store.newest_guard(lambda guard: guard[0] == self._fingerprint)
+        if likely is None or not prefixes.weights_stay:
+            return None
+        found = [prefixes.store.find(likely, text, len(text) - 1, False) for text in texts]
+        begin = min(padding + each.count for padding, each in zip(self._paddings, found))
+        if begin <= 0 or not any(each.count for each in found):
+            return None
+        self._load(found, begin)
+        logits = between(begin, length).read()
+        prefixes.weights_stay = self._guard == likely
+        if not prefixes.weights_stay:
+            self._cache.reset()
+            return None
+        prefixes.counts.add(sum(map(len, texts)), sum(max(0, begin - padding) for padding in self._paddings))
         return logits
 
     def _load(self, found: list[Found], begin: int) -> None:

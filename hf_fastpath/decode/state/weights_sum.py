@@ -27,12 +27,36 @@ def _factors(count: int, device: torch.device) -> torch.Tensor:
         return (torch.arange(1, count + 1, device=device) * _FACTOR) | 1
 
 
+class PendingSum:
+    """A sum that devices may still be computing."""
+
+    def __init__(self, totals: list[torch.Tensor]):
+        self._totals = totals
+        self._events = []
+        for device in {total.device for total in totals if total.is_cuda}:
+            self._events.append(torch.cuda.Event())
+            self._events[-1].record(torch.cuda.current_stream(device))
+
+    def is_done(self) -> bool:
+        """Whether :meth:`value` does not wait."""
+        return all(event.query() for event in self._events)
+
+    def value(self) -> tuple[int, ...]:
+        """Wait for the devices; return what :func:`weights_sum` returns."""
+        return tuple(int(total) for total in self._totals)
+
+
 def weights_sum(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """Return numbers that are others once a byte of a tensor is another one, or is elsewhere.
 
     Args:
         tensors: on any devices; those on "meta", which hold no data, are left out. The host waits for the devices.
     """
+    return begin_sum(tensors).value()
+
+
+def begin_sum(tensors: Iterable[torch.Tensor]) -> PendingSum:
+    """Do as :func:`weights_sum`, and do not wait for the devices."""
     pieces: dict[torch.device, list[torch.Tensor]] = {}
     known = set()
     with torch.no_grad(), torch.inference_mode(False):
@@ -42,7 +66,7 @@ def weights_sum(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
             known.add(tensor.untyped_storage()._cdata)
             pieces.setdefault(tensor.device, []).extend(_sums(tensor.untyped_storage(), tensor.device))
         totals = [_total(torch.cat(each)) for each in pieces.values()]
-    return tuple(int(total) for total in totals)
+    return PendingSum(totals)
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
