@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from .ledger import Ledger
+from .ledger import Ledger, Out
 
 #: mean bytes of weights of a patched module on a CPU from which on our forwards gain more than Python's calls cost
 LEAST_BYTES = 8 << 20
@@ -26,7 +25,7 @@ class Aside:
         self._ledger = ledger
         self._lock = threading.Lock()
         self._count = 0
-        self._out: list[tuple[nn.Module, str, Any]] = []
+        self._out: Out = [], []
         self._bytes: float | None = None  # of a module's weights, when they were first asked for
 
     @contextmanager
@@ -57,7 +56,7 @@ class Aside:
         self._put_back()
 
     def _put_back(self) -> None:
-        out, self._out = self._out, []
+        out, self._out = self._out, ([], [])
         self._ledger.put_forwards_back(out)
 
     def is_slower(self, model: nn.Module, device: torch.device) -> bool:

@@ -224,10 +224,14 @@ def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before = texts.aside, texts.over_cache, texts.by_stock
     texts.over_cache = isinstance(cache, FastpathCache)
     texts.by_stock = _is_faster_by_stock(patch, cache, args, kwargs)
+    if texts.by_stock and state.model is not None:
+        out_of_modules = state.aside(state.model, next(self.parameters()).device)
+    else:
+        out_of_modules = nullcontext()
     function = None if texts.by_stock else replaced_function(self)
     texts.aside = None if function is None else Cause("replaced_function", function)
     try:
-        with cache.kept() if texts.over_cache else nullcontext():
+        with cache.kept() if texts.over_cache else nullcontext(), out_of_modules:
             return type(self).forward(self, *args, **kwargs)
     finally:
         texts.was_by_stock = texts.by_stock
@@ -235,14 +239,14 @@ def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_faster_by_stock(patch: ModulePatch, cache: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a forward over a cache of another class runs stock code in all modules, which is then faster. Its reason
-    is counted here, once.
+    """Whether a forward over a cache of another class, or over none, runs stock code in all modules, which is then
+    faster. Its reason is counted here, once.
 
     Raises:
         FallbackError: the model was patched with ``strict=True``.
     """
     state, model = patch.state, patch.state.model
-    if cache is None or isinstance(cache, FastpathCache) or model is None:
+    if isinstance(cache, FastpathCache) or model is None:
         return False
     if state.loop_reason is not None:  # the user has chosen these modules, perhaps
         return False
@@ -255,7 +259,7 @@ def _is_faster_by_stock(patch: ModulePatch, cache: Any, args: tuple, kwargs: dic
     given = kwargs.get("inputs_embeds") if given is None else given
     if not isinstance(given, torch.Tensor) or given.dim() < 2 or not state.aside.is_slower(model, given.device):
         return False
-    if given.shape[1] == 1 and state.enabled and not state.stats.is_left_to_stock:
+    if cache is not None and given.shape[1] == 1 and state.enabled and not state.stats.is_left_to_stock:
         length = cache.get_seq_length()
         if not isinstance(length, int) or length > 0:  # the length of a static cache lies on the device
             state.fall_back(Cause("other_cache", class_name(cache)))

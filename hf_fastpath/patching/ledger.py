@@ -24,6 +24,10 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+#: a module, the forward that its ``__dict__`` held before, or the mark of none, and ours
+_Forward = tuple[nn.Module, Any, Any]
+#: all forwards of ours, and those of them that are out
+Out = tuple[list[_Forward], list[_Forward]]
 
 
 class Ledger:
@@ -39,6 +43,7 @@ class Ledger:
     def __init__(self) -> None:
         #: (module, attribute, the value that the module's ``__dict__`` held before, or the mark of none)
         self._entries: list[tuple[nn.Module, str, Any]] = []
+        self._forwards: list[_Forward] = []  # those of the entries that a forward can do without
         self.replaced: list[Replaced] = []
         self.removed_hooks: list[RemovedHooks] = []
 
@@ -57,8 +62,11 @@ class Ledger:
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
         """Put ``value`` over ``module``'s attribute and remember what was there."""
-        self._entries.append((module, name, vars(module).get(name, _ABSENT)))
+        previous = vars(module).get(name, _ABSENT)
+        self._entries.append((module, name, previous))
         vars(module)[name] = value
+        if name == "forward" and _is_ours(value):
+            self._forwards.append((module, previous, value))
 
     def bind(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         """Put a bound method in place, as :meth:`put`."""
@@ -69,23 +77,26 @@ class Ledger:
         """How many modules have forwards of ours."""
         return sum(name in compat.FORWARD_ATTRIBUTES for _, name, _ in self._entries)
 
-    def take_forwards_out(self) -> list[tuple[nn.Module, str, Any]]:
-        """Let modules have the forwards that they had before; return (module, attribute, forward of ours)."""
+    def take_forwards_out(self) -> Out:
+        """Let modules have the forwards that they had before; return what :meth:`put_forwards_back` takes."""
         out = []
-        for module, name, previous in self._entries:
-            held = vars(module).get(name)
-            if name == "forward" and _is_ours(held):
-                out.append((module, name, held))
-                _restore(vars(module), name, previous)
-        return out
+        for module, previous, ours in self._forwards:
+            contents = vars(module)
+            held = contents.get("forward")
+            if held is ours or _is_ours(held):  # a copy of the model has other bound methods
+                _restore(contents, "forward", previous)
+                out.append((module, previous, held))
+        return self._forwards, out
 
-    def put_forwards_back(self, out: list[tuple[nn.Module, str, Any]]) -> None:
+    def put_forwards_back(self, given: Out) -> None:
         """Undo :meth:`take_forwards_out`, but for modules that were unpatched or have got other forwards since."""
-        known = {(id(module), name): previous for module, name, previous in self._entries}
-        for module, name, ours in out:
-            previous = known.get((id(module), name), self)
-            if previous is not self and vars(module).get(name, _ABSENT) is previous:
-                vars(module)[name] = ours
+        known, out = given
+        if known is not self._forwards:
+            return
+        for module, previous, ours in out:
+            contents = vars(module)
+            if contents.get("forward", _ABSENT) is previous:
+                contents["forward"] = ours
 
     def before(self, module: nn.Module) -> dict[str, Any]:
         """Return a copy of the module's ``__dict__`` as it was before anything was put into it."""
@@ -106,6 +117,7 @@ class Ledger:
 
     def undo(self) -> None:
         """Restore every attribute, the last one first, unless the user has set it to something else since."""
+        self._forwards = []
         while self._entries:
             module, name, previous = self._entries[-1]
             if _is_ours(vars(module).get(name)):
