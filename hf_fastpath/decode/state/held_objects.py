@@ -43,7 +43,7 @@ class HeldObjects:
     def items_of(self, space: dict, but_for: Collection[str] = ()) -> None:
         """Know a dict by its keys and values; values of some names may be any."""
         self._add(_ITEMS_OF_DICT, space)
-        for name, value in dict.copy(space).items():  # another thread may write to it meanwhile
+        for name, value in tuple(dict.items(space)):  # another thread may write to it meanwhile
             self._before += (name, _ANY if name in but_for else value)
 
     def chosen_items_of(self, space: dict, names: Iterable[str]) -> None:
