@@ -79,6 +79,16 @@ class Scoring(Choice):
     SIGMOID = 1
 
 
+class InputQuants(Choice):
+    """``InputQuants`` of ``csrc/fake_quantize/fake_quantize_params.h``: what a product's input is rounded to."""
+
+    FP8_BLOCK = 0
+    FP8_ROW = 1
+    FP8_ROW_NARROW = 2
+    INT8_ROW_NARROW = 3
+    INT8_OUTLIERS = 4
+
+
 class PackedFormat(Choice):
     """``PackedFormat`` of ``csrc/weights/formats.generated.h``; ``packed_formats.py`` describes the formats."""
 

@@ -1,0 +1,249 @@
+// What: out = quant * scale, where quants are x / scale in float8_e4m3fn or in whole numbers. Divisions are
+//   IEEE's, so that quants are those of the reference.
+// Work split: of blocks with a scale, 16 lanes a block of 128 inputs, eight inputs a lane; else a thread block a
+//   row, which finds the largest magnitude and reads x once more. Where outliers of one row keep a column in all
+//   rows, a kernel in front marks these columns, a thread each, 64 rows a thread block.
+// Traffic: x once or twice, of which the second comes out of L1, and out once.
+// Roofline: latency of one load and one store for few rows, as of a norm; bandwidth for many.
+#include <cuda_fp8.h>
+
+#include "common/async.cuh"
+#include "common/cuda_check.cuh"
+#include "common/numeric.cuh"
+#include "common/warp.cuh"
+#include "fake_quantize/fake_quantize.h"
+
+namespace hf_fastpath {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kEach = 8, kBlockLanes = kFakeBlock / kEach;  // inputs of a lane, and lanes of a block
+constexpr int kMarkedRows = 64;
+// Rows up to which a kernel starts before the one in front is complete, as a norm does.
+constexpr int64_t kMaxOverlappingRows = 64;
+
+template <class T>
+struct FakeQuantizeView {
+  const T* x;
+  T* out;
+  int64_t rows, stride;
+  int columns;
+  float limit;
+  uint8_t* marks;
+  bool overlaps, aligned;  // aligned: rows of x and out start at 16 bytes, and are whole lanes
+
+  __device__ __forceinline__ void begin() const {
+    if (!overlaps) return;
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    drop_l1();
+  }
+};
+
+__device__ __forceinline__ float nearest_float8(float value) {  // of magnitudes up to 448
+  const __nv_fp8_e4m3 quant(value);
+  return static_cast<float>(quant);
+}
+__device__ __forceinline__ float cut(float value, float most) {  // NaN stays NaN
+  return value > most ? most : value < -most ? -most : value;
+}
+__device__ __forceinline__ uint32_t magnitude_bits(float value) {  // those of NaN are the largest
+  return __float_as_uint(value) & 0x7fffffffu;
+}
+template <class T>
+__device__ __forceinline__ float narrow(float value) {
+  return to_float(from_float<T>(value));
+}
+template <class T>
+constexpr float kEpsilon = std::is_same_v<T, float> ? 0x1p-23f : std::is_same_v<T, __half> ? 0x1p-10f : 0x1p-7f;
+
+struct Float8Scale {
+  float scale, divisor;
+  __device__ __forceinline__ explicit Float8Scale(float most)
+      : scale(__fdiv_rn(most, kLargestFloat8)), divisor(scale < kLeastFakeScale ? kLeastFakeScale : scale) {}
+  __device__ __forceinline__ float operator()(float value) const {
+    return nearest_float8(cut(__fdiv_rn(value, divisor), kLargestFloat8)) * scale;
+  }
+};
+
+// Eight values of a row, from `at` on; those behind its end are 0.
+template <class T>
+__device__ __forceinline__ void load_each(const FakeQuantizeView<T>& p, int64_t row, int at, float (&to)[kEach]) {
+  const T* const from = p.x + row * p.stride + at;
+  if (p.aligned && at < p.columns) {
+    constexpr int kElems = kVecElems<T>;
+#pragma unroll
+    for (int part = 0; part < kEach / kElems; ++part) {
+      float some[kElems];
+      Chunk<T, kElems>::unpack(Chunk<T, kElems>::load(from + part * kElems), some);
+#pragma unroll
+      for (int e = 0; e < kElems; ++e) to[part * kElems + e] = some[e];
+    }
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) to[e] = at + e < p.columns ? to_float(from[e]) : 0.f;
+}
+
+template <class T>
+__device__ __forceinline__ void store_each(const FakeQuantizeView<T>& p, int64_t row, int at,
+                                           const float (&values)[kEach]) {
+  T* const to = p.out + row * p.columns + at;
+  if (p.aligned && at < p.columns) {
+    constexpr int kElems = kVecElems<T>;
+#pragma unroll
+    for (int part = 0; part < kEach / kElems; ++part) {
+      float some[kElems];
+#pragma unroll
+      for (int e = 0; e < kElems; ++e) some[e] = values[part * kElems + e];
+      Chunk<T, kElems>::store(to + part * kElems, some);
+    }
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < kEach; ++e)
+    if (at + e < p.columns) to[e] = from_float<T>(values[e]);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) fake_quantize_blocks_kernel(FakeQuantizeView<T> p, int blocks) {
+  p.begin();
+  const int64_t unit = int64_t(blockIdx.x) * (kThreads / kBlockLanes) + threadIdx.x / kBlockLanes;
+  const int64_t row = unit / blocks;
+  const int at = static_cast<int>(unit % blocks) * kFakeBlock + threadIdx.x % kBlockLanes * kEach;
+  float values[kEach] = {};
+  if (row < p.rows) load_each(p, row, at, values);
+  uint32_t most = 0;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) most = max(most, magnitude_bits(values[e]));
+#pragma unroll
+  for (int offset = 1; offset < kBlockLanes; offset *= 2)
+    most = max(most, __shfl_xor_sync(kAllLanes, most, offset));
+  const Float8Scale rounded(__uint_as_float(most));
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) values[e] = rounded(values[e]);
+  if (row < p.rows) store_each(p, row, at, values);
+}
+
+// The value of x that counts for the row's scale.
+template <class T, InputQuants kQuants>
+__device__ __forceinline__ float counted(const FakeQuantizeView<T>& p, float value) {
+  if constexpr (kQuants != InputQuants::kInt8Outliers) return value;
+  const float half = narrow<__half>(value);
+  return p.limit > 0.f && fabsf(half) >= p.limit ? 0.f : half;
+}
+
+template <class T, InputQuants kQuants>
+__global__ void __launch_bounds__(kThreads) fake_quantize_rows_kernel(FakeQuantizeView<T> p) {
+  __shared__ uint32_t largest[kThreads / kWarpSize];
+  p.begin();
+  const int64_t row = blockIdx.x;
+  const int first = threadIdx.x * kEach, stride = kThreads * kEach;
+  float values[kEach];
+  uint32_t most = 0;
+#pragma unroll 2
+  for (int at = first; at < p.columns; at += stride) {
+    load_each(p, row, at, values);
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) most = max(most, magnitude_bits(counted<T, kQuants>(p, values[e])));
+  }
+  most = __reduce_max_sync(kAllLanes, most);
+  if (threadIdx.x % kWarpSize == 0) largest[threadIdx.x / kWarpSize] = most;
+  __syncthreads();  // every warp's largest
+  most = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / kWarpSize; ++w) most = max(most, largest[w]);
+  float magnitude = __uint_as_float(most);
+  if (kQuants == InputQuants::kFp8Row && p.limit > 0.f && magnitude > p.limit) magnitude = p.limit;
+
+  const Float8Scale float8(magnitude);
+  float scale = __fdiv_rn(magnitude, steps_of(kQuants)), factor = 0.f;
+  if constexpr (is_narrow(kQuants)) {
+    scale = narrow<T>(scale);
+    if (scale == 0.f) scale = kEpsilon<T>;
+  }
+  if constexpr (kQuants == InputQuants::kInt8Outliers)
+    factor = magnitude == 0.f ? 0.f : __fdiv_rn(kLargestInt8, magnitude);
+#pragma unroll 2
+  for (int at = first; at < p.columns; at += stride) {
+    load_each(p, row, at, values);
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      float& value = values[e];
+      if constexpr (kQuants == InputQuants::kFp8Row) {
+        value = float8(value);
+      } else if constexpr (kQuants == InputQuants::kFp8RowNarrow) {
+        value = nearest_float8(cut(narrow<T>(__fdiv_rn(value, scale)), kLargestFloat8)) * scale;
+      } else if constexpr (kQuants == InputQuants::kInt8RowNarrow) {
+        const float steps = narrow<T>(__fdiv_rn(value, scale));
+        value = rintf(steps > 127.f ? 127.f : steps < -128.f ? -128.f : steps) * scale;
+      } else {
+        const float within = counted<T, kQuants>(p, value);
+        bool stays = p.limit > 0.f && fabsf(narrow<__half>(value)) >= p.limit;
+        if (p.marks) stays = at + e < p.columns && p.marks[at + e] != 0;
+        if (!stays) value = rintf(within * factor) * scale;
+      }
+    }
+    store_each(p, row, at, values);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) mark_outliers_kernel(FakeQuantizeView<T> p) {
+  const int column = blockIdx.x * kThreads + threadIdx.x;
+  if (column >= p.columns) return;
+  const int64_t begin = int64_t(blockIdx.y) * kMarkedRows, end = min(begin + kMarkedRows, p.rows);
+  bool found = false;
+#pragma unroll 8
+  for (int64_t row = begin; row < end; ++row)
+    found |= fabsf(narrow<__half>(to_float(p.x[row * p.stride + column]))) >= p.limit;
+  if (found) p.marks[column] = 1;  // others write the same
+}
+
+template <class T>
+void launch_typed(const FakeQuantizeParams& params, cudaStream_t stream) {
+  FakeQuantizeView<T> p{static_cast<const T*>(params.x),
+                        static_cast<T*>(params.out),
+                        params.rows,
+                        params.stride,
+                        static_cast<int>(params.columns),
+                        params.limit,
+                        params.marks,
+                        params.rows <= kMaxOverlappingRows && params.marks == nullptr,
+                        params.columns % kEach == 0 && params.stride % kEach == 0 && is_aligned16(params.x) &&
+                            is_aligned16(params.out)};
+  const auto launch = [&](auto kernel, int64_t grid, auto... more) {
+    HF_FASTPATH_CUDA_CHECK(launch_programmatic(kernel, dim3(static_cast<unsigned>(grid)), dim3(kThreads), 0, stream,
+                                               p.overlaps, p, more...));
+  };
+  if (params.marks != nullptr) {
+    HF_FASTPATH_CUDA_CHECK(cudaMemsetAsync(params.marks, 0, params.columns, stream));
+    const dim3 grid(static_cast<unsigned>((params.columns + kThreads - 1) / kThreads),
+                    static_cast<unsigned>((params.rows + kMarkedRows - 1) / kMarkedRows));
+    mark_outliers_kernel<T><<<grid, kThreads, 0, stream>>>(p);
+    HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
+  }
+  switch (params.quants) {
+    case InputQuants::kFp8Block: {
+      const int blocks = static_cast<int>((params.columns + kFakeBlock - 1) / kFakeBlock);
+      constexpr int kUnits = kThreads / kBlockLanes;
+      return launch(fake_quantize_blocks_kernel<T>, (params.rows * blocks + kUnits - 1) / kUnits, blocks);
+    }
+    case InputQuants::kFp8Row:
+      return launch(fake_quantize_rows_kernel<T, InputQuants::kFp8Row>, params.rows);
+    case InputQuants::kFp8RowNarrow:
+      return launch(fake_quantize_rows_kernel<T, InputQuants::kFp8RowNarrow>, params.rows);
+    case InputQuants::kInt8RowNarrow:
+      return launch(fake_quantize_rows_kernel<T, InputQuants::kInt8RowNarrow>, params.rows);
+    case InputQuants::kInt8Outliers:
+      return launch(fake_quantize_rows_kernel<T, InputQuants::kInt8Outliers>, params.rows);
+  }
+}
+
+}  // namespace
+
+void launch_fake_quantize(const FakeQuantizeParams& params, cudaStream_t stream) {
+  with_type(params.dtype, [&](auto zero) { launch_typed<decltype(zero)>(params, stream); });
+}
+
+}  // namespace hf_fastpath
