@@ -88,6 +88,11 @@ class InputQuants(Choice):
     INT8_ROW_NARROW = 3
     INT8_OUTLIERS = 4
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether steps on the way are rounded to the input's type."""
+        return self in (InputQuants.FP8_ROW_NARROW, InputQuants.INT8_ROW_NARROW)
+
 
 class PackedFormat(Choice):
     """``PackedFormat`` of ``csrc/weights/formats.generated.h``; ``packed_formats.py`` describes the formats."""

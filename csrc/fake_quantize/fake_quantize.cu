@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_rows_kernel(FakeQuanti
     if (scale == 0.f) scale = kEpsilon<T>;
   }
   if constexpr (kQuants == InputQuants::kInt8Outliers)
-    factor = magnitude == 0.f ? 0.f : __fdiv_rn(kLargestInt8, magnitude);
+    factor = magnitude == 0.f ? 0.f : __fdiv_rn(1.f, magnitude) * kLargestInt8;
 #pragma unroll 2
   for (int at = first; at < p.columns; at += stride) {
     load_each(p, row, at, values);

@@ -21,19 +21,24 @@
 namespace hf_fastpath {
 namespace {
 
+// A magnitude with the sign of `value`: zeros keep theirs.
+inline float with_sign(float magnitude, float value) {
+  return bits_to_float((float_to_bits(magnitude) & 0x7fffffffu) | (float_to_bits(value) & 0x80000000u));
+}
+
 // The nearest float8_e4m3fn, ties to even, of magnitudes up to 448.
 inline float nearest_float8(float value) {
   constexpr float kLeastNormal = 0x1p-6f, kSubnormals = 0x1.8p14f;  // floats near the latter are 2^-9 apart
   const uint32_t bits = float_to_bits(value);
   const float normal = bits_to_float((bits + 0x7ffffu + (bits >> 20 & 1u)) & 0xfff00000u);
   const float subnormal = (value + kSubnormals) - kSubnormals;
-  return std::fabs(value) < kLeastNormal ? subnormal : normal;
+  return with_sign(std::fabs(value) < kLeastNormal ? subnormal : normal, value);
 }
 
 // The nearest whole number, ties to even, of magnitudes below 2^22.
 inline float nearest_whole(float value) {
   constexpr float kWhole = 0x1.8p23f;
-  return (value + kWhole) - kWhole;
+  return with_sign((value + kWhole) - kWhole, value);
 }
 
 // Of bits of magnitudes the largest is that of the largest, or of a NaN.
@@ -86,16 +91,16 @@ void to_narrow(float* row, int64_t count, float most) {
 // A row beside columns that stay, which are marked, or of one row are those of its outliers.
 template <class T>
 void to_int8(const FakeQuantizeParams& p, const T* x, float* row) {
-  const float limit = p.limit > 0 ? p.limit : HUGE_VALF;
-  const bool may_stay = p.limit > 0;
+  const float limit = p.limit;
+  const bool may_stay = limit > 0;
   uint32_t bits = 0;
   for (int64_t i = 0; i < p.columns; ++i) {
     const float value = narrow<Half>(row[i]), magnitude = std::fabs(value);
-    row[i] = magnitude >= limit ? 0.0f : value;
+    row[i] = may_stay && magnitude >= limit ? 0.0f : value;
     const uint32_t of_value = float_to_bits(row[i]) & 0x7fffffffu;
     bits = of_value > bits ? of_value : bits;
   }
-  const float most = bits_to_float(bits), scale = most / kLargestInt8, factor = most == 0.0f ? 0.0f : kLargestInt8 / most;
+  const float most = bits_to_float(bits), scale = most / kLargestInt8, factor = most == 0.0f ? 0.0f : 1.0f / most * kLargestInt8;
   for (int64_t i = 0; i < p.columns; ++i) row[i] = nearest_whole(row[i] * factor) * scale;
   if (!may_stay) return;
   for (int64_t i = 0; i < p.columns; ++i) {

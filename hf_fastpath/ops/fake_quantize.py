@@ -82,7 +82,7 @@ def _without_outliers(x: torch.Tensor, limit: float, wide: torch.dtype) -> torch
     are_out = values.abs() >= limit if limit else torch.zeros_like(values, dtype=torch.bool)
     within = values.masked_fill(are_out, 0).float()
     most = within.abs().amax(-1, keepdim=True)
-    found = (within * torch.where(most == 0, torch.zeros_like(most), 127 / most)).round()
+    found = (within * torch.where(most == 0, torch.zeros_like(most), most.reciprocal() * 127)).round()
     rounded = found.to(wide) * (most.to(wide) / 127)
     return torch.where(are_out.any(0), given.to(wide), rounded).to(x.dtype).view(x.shape)
 
@@ -113,6 +113,8 @@ def samples(device: torch.device, dtype: torch.dtype):
         return torch.randn(*shape, device=device, dtype=dtype)
 
     for quants in InputQuants:
+        if quants.is_narrow and dtype != torch.float32:
+            continue  # steps of a narrow type have no counterpart in float64: their bits are compared in tests
         for shape in ((1, 1, 4096), (1, 111), (2, 3, 256), (5, 1000), (17, 7)):
             yield Sample(randn(*shape), quants)
         yield Sample(4 * randn(1, 1, 2304), quants, programmatic_launch=True)
