@@ -87,11 +87,17 @@ class InputQuants(Choice):
     FP8_ROW_NARROW = 2
     INT8_ROW_NARROW = 3
     INT8_OUTLIERS = 4
+    FP8_BLOCK_NARROW = 5
 
     @property
     def is_narrow(self) -> bool:
         """Whether steps on the way are rounded to the input's type."""
-        return self in (InputQuants.FP8_ROW_NARROW, InputQuants.INT8_ROW_NARROW)
+        return self.name.endswith("_NARROW")
+
+    @property
+    def is_block(self) -> bool:
+        """Whether neighbors share a scale, instead of a row."""
+        return self in (InputQuants.FP8_BLOCK, InputQuants.FP8_BLOCK_NARROW)
 
 
 class PackedFormat(Choice):

@@ -57,10 +57,17 @@ __device__ __forceinline__ float narrow(float value) {
 template <class T>
 constexpr float kEpsilon = std::is_same_v<T, float> ? 0x1p-23f : std::is_same_v<T, __half> ? 0x1p-10f : 0x1p-7f;
 
+template <InputQuants kQuants>
+constexpr bool kIsNarrow = is_narrow(kQuants);
+template <InputQuants kQuants>
+constexpr float kSteps = steps_of(kQuants);
+
 struct Float8Scale {
   float scale, divisor;
-  __device__ __forceinline__ explicit Float8Scale(float most)
-      : scale(__fdiv_rn(most, kLargestFloat8)), divisor(scale < kLeastFakeScale ? kLeastFakeScale : scale) {}
+  __device__ __forceinline__ explicit Float8Scale(float most) {
+    scale = __fdiv_rn(most, kLargestFloat8);
+    divisor = scale < kLeastFakeScale ? kLeastFakeScale : scale;
+  }
   __device__ __forceinline__ float operator()(float value) const {
     return nearest_float8(cut(__fdiv_rn(value, divisor), kLargestFloat8)) * scale;
   }
@@ -105,7 +112,20 @@ __device__ __forceinline__ void store_each(const FakeQuantizeView<T>& p, int64_t
     if (at + e < p.columns) to[e] = from_float<T>(values[e]);
 }
 
+// The same, with scales, quotients and results rounded to T.
 template <class T>
+struct NarrowFloat8Scale {
+  float scale;
+  __device__ __forceinline__ explicit NarrowFloat8Scale(float most) {
+    scale = narrow<T>(__fdiv_rn(most, kLargestFloat8));
+    if (scale == 0.f) scale = kEpsilon<T>;
+  }
+  __device__ __forceinline__ float operator()(float value) const {
+    return nearest_float8(cut(narrow<T>(__fdiv_rn(value, scale)), kLargestFloat8)) * scale;
+  }
+};
+
+template <class T, class Scale>
 __global__ void __launch_bounds__(kThreads) fake_quantize_blocks_kernel(FakeQuantizeView<T> p, int blocks) {
   p.begin();
   const int64_t unit = int64_t(blockIdx.x) * (kThreads / kBlockLanes) + threadIdx.x / kBlockLanes;
@@ -119,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_blocks_kernel(FakeQuan
 #pragma unroll
   for (int offset = 1; offset < kBlockLanes; offset *= 2)
     most = max(most, __shfl_xor_sync(kAllLanes, most, offset));
-  const Float8Scale rounded(__uint_as_float(most));
+  const Scale rounded(__uint_as_float(most));
 #pragma unroll
   for (int e = 0; e < kEach; ++e) values[e] = rounded(values[e]);
   if (row < p.rows) store_each(p, row, at, values);
@@ -157,8 +177,8 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_rows_kernel(FakeQuanti
   if (kQuants == InputQuants::kFp8Row && p.limit > 0.f && magnitude > p.limit) magnitude = p.limit;
 
   const Float8Scale float8(magnitude);
-  float scale = __fdiv_rn(magnitude, steps_of(kQuants)), factor = 0.f;
-  if constexpr (is_narrow(kQuants)) {
+  float scale = __fdiv_rn(magnitude, kSteps<kQuants>), factor = 0.f;
+  if constexpr (kIsNarrow<kQuants>) {
     scale = narrow<T>(scale);
     if (scale == 0.f) scale = kEpsilon<T>;
   }
@@ -173,7 +193,7 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_rows_kernel(FakeQuanti
       if constexpr (kQuants == InputQuants::kFp8Row) {
         value = float8(value);
       } else if constexpr (kQuants == InputQuants::kFp8RowNarrow) {
-        value = nearest_float8(cut(narrow<T>(__fdiv_rn(value, scale)), kLargestFloat8)) * scale;
+        value = NarrowFloat8Scale<T>(magnitude)(value);
       } else if constexpr (kQuants == InputQuants::kInt8RowNarrow) {
         const float steps = narrow<T>(__fdiv_rn(value, scale));
         value = rintf(steps > 127.f ? 127.f : steps < -128.f ? -128.f : steps) * scale;
@@ -224,10 +244,14 @@ void launch_typed(const FakeQuantizeParams& params, cudaStream_t stream) {
     HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
   }
   switch (params.quants) {
-    case InputQuants::kFp8Block: {
+    case InputQuants::kFp8Block:
+    case InputQuants::kFp8BlockNarrow: {
       const int blocks = static_cast<int>((params.columns + kFakeBlock - 1) / kFakeBlock);
       constexpr int kUnits = kThreads / kBlockLanes;
-      return launch(fake_quantize_blocks_kernel<T>, (params.rows * blocks + kUnits - 1) / kUnits, blocks);
+      const int64_t grid = (params.rows * blocks + kUnits - 1) / kUnits;
+      if (params.quants == InputQuants::kFp8Block)
+        return launch(fake_quantize_blocks_kernel<T, Float8Scale>, grid, blocks);
+      return launch(fake_quantize_blocks_kernel<T, NarrowFloat8Scale<T>>, grid, blocks);
     }
     case InputQuants::kFp8Row:
       return launch(fake_quantize_rows_kernel<T, InputQuants::kFp8Row>, params.rows);

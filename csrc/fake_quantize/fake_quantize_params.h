@@ -6,16 +6,24 @@
 namespace hf_fastpath {
 
 // By number in the op's schema: hf_fastpath/choices.py has the names.
-enum class InputQuants : int { kFp8Block = 0, kFp8Row = 1, kFp8RowNarrow = 2, kInt8RowNarrow = 3, kInt8Outliers = 4 };
+enum class InputQuants : int {
+  kFp8Block = 0,
+  kFp8Row = 1,
+  kFp8RowNarrow = 2,
+  kInt8RowNarrow = 3,
+  kInt8Outliers = 4,
+  kFp8BlockNarrow = 5
+};
 
 constexpr bool is_narrow(InputQuants quants) {
-  return quants == InputQuants::kFp8RowNarrow || quants == InputQuants::kInt8RowNarrow;
+  return quants == InputQuants::kFp8RowNarrow || quants == InputQuants::kInt8RowNarrow ||
+         quants == InputQuants::kFp8BlockNarrow;
 }
 constexpr bool is_float8(InputQuants quants) {
   return quants != InputQuants::kInt8RowNarrow && quants != InputQuants::kInt8Outliers;
 }
 
-constexpr int kFakeBlock = 128;           // neighbors that share a scale of kFp8Block
+constexpr int kFakeBlock = 128;           // neighbors that share a scale of kFp8Block and kFp8BlockNarrow
 constexpr float kLeastFakeScale = 1e-12f;  // of scales that divide
 
 // What the largest magnitude is divided by for a scale.

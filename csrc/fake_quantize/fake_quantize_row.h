@@ -115,9 +115,11 @@ void fake_quantize_row(const FakeQuantizeParams& p, const T* x, T* out, float* r
   for (int64_t i = 0; i < count; ++i) row[i] = to_float(x[i]);
   switch (p.quants) {
     case InputQuants::kFp8Block:
+    case InputQuants::kFp8BlockNarrow:
       for (int64_t i = 0; i < count; i += kFakeBlock) {
         const int64_t some = count - i < kFakeBlock ? count - i : kFakeBlock;
-        to_float8(row + i, some, largest(row + i, some));
+        const auto round = p.quants == InputQuants::kFp8Block ? to_float8 : to_narrow<T, true>;
+        round(row + i, some, largest(row + i, some));
       }
       break;
     case InputQuants::kFp8Row: {

@@ -26,10 +26,10 @@ def reference(
 
             * FP8_BLOCK: float8_e4m3fn, ``scale = most / 448`` for 128 neighbors.
             * FP8_ROW: the same for a row. If ``limit`` is not 0, ``most`` is at most that, and larger inputs are cut.
-            * FP8_ROW_NARROW: for a row, with scales, quotients and results rounded to x's dtype.
+            * FP8_BLOCK_NARROW, FP8_ROW_NARROW: the same, with scales, quotients and results rounded to x's dtype.
             * INT8_ROW_NARROW: integers from -128 to 127, ``scale = most / 127.5``, rounded likewise.
-            * INT8_OUTLIERS: integers, ``scale = most / 127``, of x as float16. If ``limit`` is not 0, inputs of at least
-              this magnitude do not count, and columns where a row has one stay as they are in all rows.
+            * INT8_OUTLIERS: integers, ``scale = most / 127``, of x as float16. If ``limit`` is not 0, inputs of this or
+              a larger magnitude do not count, and columns where a row has one stay as they are in all rows.
         limit: see there.
         programmatic_launch: as in ``gemv``.
 
@@ -45,11 +45,16 @@ def reference(
     """
     quants, wide = InputQuants(quants), torch.promote_types(x.dtype, torch.float32)
     values = x.float()
-    if quants == InputQuants.FP8_BLOCK:
+    if quants.is_block:
         count = x.shape[-1]
-        groups = functional.pad(values, (0, -count % BLOCK)).unflatten(-1, (-1, BLOCK))
-        found, scale = _float8(groups, groups.abs().amax(-1, keepdim=True))
-        return (found.to(wide) * scale.to(wide)).flatten(-2)[..., :count].to(x.dtype).contiguous()
+        narrow = x if quants.is_narrow and x.dtype != torch.float64 else values
+        groups = functional.pad(narrow, (0, -count % BLOCK)).unflatten(-1, (-1, BLOCK))
+        if quants.is_narrow:
+            made = _narrow(groups, quants)
+        else:
+            found, scale = _float8(groups, groups.abs().amax(-1, keepdim=True))
+            made = found.to(wide) * scale.to(wide)
+        return made.flatten(-2)[..., :count].to(x.dtype).contiguous()
     if quants == InputQuants.FP8_ROW:
         most = values.abs().amax(-1, keepdim=True)
         if limit:
@@ -69,7 +74,7 @@ def _float8(values: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def _narrow(x: torch.Tensor, quants: InputQuants) -> torch.Tensor:
     most = x.abs().amax(-1, keepdim=True)
-    is_float = quants == InputQuants.FP8_ROW_NARROW
+    is_float = quants != InputQuants.INT8_ROW_NARROW
     scale = most / (448 if is_float else 127.5)
     scale = torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
     steps = x / scale

@@ -19,8 +19,9 @@ from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
 from ..linears.packed_linear import PackedLinear
 from ..quantization.formats import FORMATS, Format, PackedWeight, padded, scale_dtype
+from .counterparts import check_blocks, format_for
 from .quantizing import Replaced
-from .repacking import Packed, check_blocks, format_for, repack_layers
+from .repacking import Packed, repack_layers
 
 #: features of a layer that stands for all layers while only a scheme is asked about
 _SOME_FEATURES = 4096

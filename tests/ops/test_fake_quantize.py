@@ -34,7 +34,7 @@ def all_float8(device) -> torch.Tensor:
 
 
 @over_dtypes
-@pytest.mark.parametrize("quants", (InputQuants.FP8_BLOCK, InputQuants.FP8_ROW, InputQuants.FP8_ROW_NARROW))
+@pytest.mark.parametrize("quants", [each for each in InputQuants if each.name.startswith("FP8")])
 def test_float8_stay_as_they_are_and_others_round_to_the_nearest(quants, device, dtype):
     exact = all_float8(device)
     assert torch.equal(SPEC(exact.to(dtype), quants), exact.to(dtype))
@@ -56,6 +56,11 @@ def test_scales_and_quants_are_those_of_the_packages(shape, device, dtype):
     scale = x.abs().amax(-1, keepdim=True) / torch.tensor(448.0, dtype=dtype, device=device)
     expected = (x / scale).clamp(-448, 448).to(FLOAT8).to(dtype) * scale
     assert torch.equal(SPEC(x, InputQuants.FP8_ROW_NARROW), expected)
+    for start in range(0, shape[-1], 128):  # each block is a row of its own
+        block = x[..., start : start + 128]
+        of_block = SPEC(block.contiguous(), InputQuants.FP8_ROW_NARROW)
+        assert torch.equal(SPEC(x, InputQuants.FP8_BLOCK_NARROW)[..., start : start + 128], of_block)
+        assert torch.equal(SPEC(x, InputQuants.FP8_BLOCK)[..., start : start + 128], SPEC(block, InputQuants.FP8_ROW))
     scale = x.abs().amax(-1, keepdim=True) / torch.tensor(127.5, dtype=dtype, device=device)
     expected = (x / scale).clamp(-128, 127).round() * scale
     assert torch.equal(SPEC(x, InputQuants.INT8_ROW_NARROW), expected)
