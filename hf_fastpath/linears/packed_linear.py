@@ -129,6 +129,11 @@ class PackedLinear(nn.Module):
             return RoundedInputWeight(self.in_order, self.rounding)
         return self.in_order if self.order is None else ReorderedWeight(self.in_order, self.order)
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether inputs of one row have a say in how those of others are rounded."""
+        return self.rounding is not None and self.rounding.mixes_rows
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.rounding is not None and x.numel():
             x = _Rounded.apply(x, self.rounding)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...quantization import ReorderedWeight, RoundedInputWeight
-from ..calls.named_calls import Norm
+from ...choices import InputQuants
+from ...quantization import InputRounding, ReorderedWeight, RoundedInputWeight
+from ..calls.named_calls import Call, Norm
 from ..model.weight import Weight, order_of, rounding_of
 from .formulas import Product
 
@@ -32,6 +33,13 @@ def prepared_input(
         how = dict(quants=rounding.quants, limit=rounding.limit, programmatic_launch=to.early)
         return to.emit(ops.fake_quantize.overload, x=to.input_behind(x, norm), **how), packed, None
     return x, weights, norm
+
+
+def mixes_rows(call: Call) -> bool:
+    """Whether a call rounds inputs of one row by those of others."""
+    if call.op is not ops.fake_quantize.overload:
+        return False
+    return InputRounding(InputQuants(call.arguments["quants"]), call.arguments["limit"]).mixes_rows
 
 
 def prepared_product(to: Any, asked: Product[ReorderedWeight | RoundedInputWeight]) -> Any:
