@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..errors import NoCounterpart
 from . import eight_bits
-from .checkpoint_weights import AnyWeight, ByteWeight, IntWeight, TableWeight
+from .checkpoint_weights import AnyWeight, IntWeight, TableWeight
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class LayerFamily:
         written: makes a layer's tensors, by name, of the weight that ``read`` gave; None: what is here is kept.
         release: frees what ``restore`` can make again of the quants that ``read`` gave; None: nothing.
         restore: gives a layer what was freed, bit for bit.
+        of_bytes: whether a scheme's weights of bytes belong to it, and no others.
 
     ``read`` raises NoCounterpart if a layer of the family means more than these weights can say.
     """
@@ -43,14 +44,16 @@ class LayerFamily:
     written: Callable[[nn.Module, IntWeight], dict[str, torch.Tensor]] | None = None
     release: Callable[[nn.Module], None] | None = None
     restore: Callable[[nn.Module, torch.Tensor], None] | None = None
+    of_bytes: bool = False
 
     def has(self, module: nn.Module) -> bool:
         """Whether ``module`` is a layer of this family."""
         if type(module) is not nn.Linear:
             return self._names(type(module))
         weight = module._parameters.get("weight")
-        if weight is None or type(weight) is nn.Parameter and weight.dtype in eight_bits.BYTES:
-            return self._names(_scheme_of(module))
+        of_bytes = type(weight) is nn.Parameter and weight.dtype in eight_bits.BYTES
+        if weight is None or of_bytes:
+            return of_bytes == self.of_bytes and self._names(_scheme_of(module))
         return self._names(type(weight))
 
     def _names(self, cls: type) -> bool:
@@ -178,13 +181,10 @@ def _autoawq(module: nn.Module) -> IntWeight:
     return _awq_weight(module, module.group_size)
 
 
-def _compressed(module: nn.Module) -> IntWeight | ByteWeight:
-    """Read weight_packed [out, in * bits / 32], weight_scale [out, groups], weight_zero_point packed along out; or a
-    weight of bytes."""
+def _compressed(module: nn.Module) -> IntWeight:
+    """Read weight_packed [out, in * bits / 32], weight_scale [out, groups], weight_zero_point packed along out."""
     scheme, own = module.quantization_scheme, module._parameters
     how = scheme.weights
-    if "weight" in own:
-        return eight_bits.compressed(module)
     _need(how is not None and scheme.input_activations is None and scheme.output_activations is None)
     _need("weight_packed" in own and how.type == "int" and how.num_bits in (4, 8))
     _need(how.strategy in ("group", "channel", "tensor"))
@@ -305,6 +305,15 @@ FAMILIES = (
     ),
     LayerFamily("AWQ", "awq", ("WQLinear_GEMM",), _autoawq, _awq_written),
     LayerFamily("compressed-tensors", "compressed_tensors", ("QuantizationScheme",), _compressed, _compressed_written),
+    LayerFamily(
+        "compressed-tensors of bytes",
+        "compressed_tensors",
+        ("QuantizationScheme",),
+        eight_bits.compressed,
+        release=eight_bits.release,
+        restore=eight_bits.restore,
+        of_bytes=True,
+    ),
     LayerFamily("torchao", "torchao", ("Int8Tensor", "IntxUnpackedToInt8Tensor"), _torchao),
     LayerFamily(
         "bitsandbytes",
