@@ -78,14 +78,15 @@ def compressed(module: nn.Module) -> ByteWeight:
     scheme, weight = module.quantization_scheme, module.weight
     how, of_integers = scheme.weights, weight.dtype == torch.int8
     _need(how is not None and scheme.output_activations is None, "quantized_activations")
-    _need(how.num_bits == 8 and how.symmetric and weight.dtype in BYTES)
+    reason = "quantized_format" if of_integers else "quantized_fp8"
+    _need(how.num_bits == 8 and how.symmetric and weight.dtype in BYTES, reason)
     rounding = _rounding_of(scheme.input_activations, of_integers)
     strategy, rows = str(getattr(how.strategy, "value", how.strategy)), weight.shape[0]
     scales = module.weight_scale.detach()
     if strategy == "block":
-        _need(not of_integers, "quantized_format")
+        _need(not of_integers, reason)
         return ByteWeight(weight.detach(), _of_blocks(scales, tuple(how.block_structure), *weight.shape), rounding)
-    _need(strategy in ("channel", "tensor") and scales.numel() in (1, rows))
+    _need(strategy in ("channel", "tensor") and scales.numel() in (1, rows), reason)
     return ByteWeight(weight.detach(), scales.float().reshape(-1, 1).expand(rows, 1), rounding)
 
 
@@ -112,14 +113,15 @@ def restore(module: nn.Module, quants: torch.Tensor) -> None:
 
 def _bytes_and_scales(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return ``CB`` and ``SCB``, which the first call moves from the weight to the state."""
-    found = [(each.CB, each.SCB) for each in (module.state, module.weight) if getattr(each, "CB", None) is not None]
+    places = getattr(module, "state", None), module.weight
+    found = [(each.CB, each.SCB) for each in places if getattr(each, "CB", None) is not None]
     return found[0] if found else (None, None)
 
 
 def llm_int8(module: nn.Module) -> ByteWeight:
     """Read CB int8 [out, in], whose weights are ``CB * SCB / 127``, and SCB float32 [out]."""
     values, scales = _bytes_and_scales(module)
-    _need(not module.state.has_fp16_weights and values is not None and scales is not None, "quantized_format")
+    _need(values is not None and scales is not None and not module.state.has_fp16_weights, "quantized_format")
     assert values is not None and scales is not None
     _need(values.dtype == torch.int8 and tuple(values.shape) == (module.out_features, module.in_features))
     limit = float(module.state.threshold or 0.0)
