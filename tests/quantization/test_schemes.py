@@ -37,6 +37,10 @@ def of_compressed(bits=4, group=128, symmetric=False, strategy="group", **change
     return made | dict(ignore=["lm_head"], config_groups={"group_0": scheme}) | changes.get("top", {})
 
 
+#: inputs that are rounded by groups of 128
+IN_GROUPS = dict(strategy="group", group_size=128)
+
+
 def of_bytes(kind="float", strategy="channel", inputs=None, layout="float-quantized", **changes) -> dict:
     how = dict(num_bits=8, type=kind, symmetric=True, strategy=strategy) | changes
     inputs = dict(num_bits=8, type=kind, strategy="token", dynamic=True, symmetric=True) | (inputs or {})
