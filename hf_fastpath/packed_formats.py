@@ -158,8 +158,6 @@ class Format:
             or self.group == 32,
             f"direction is {self.direction}, expected inputs": self.direction == "inputs",
             f"scale_dtype is {self.scale_dtype}, expected {' or '.join(scales)}": self.scale_dtype in scales,
-            "a scale of a row is one of bytes without zeros": self.group > 0 or (self.bits == 8 and not self.has_zeros),
-            "float8_e4m3fn has a scale for a row or a block": not self.is_float or self.group in (0, BLOCK),
             f"order is {self.order}, expected sub-blocks": self.order == "sub-blocks",
         }
 

@@ -1,8 +1,9 @@
 // What: out = quant * scale, where quants are x / scale in float8_e4m3fn or in whole numbers. Divisions are
 //   IEEE's, so that quants are those of the reference.
-// Work split: of blocks with a scale, 16 lanes a block of 128 inputs, eight inputs a lane; else a thread block a
-//   row, which finds the largest magnitude and reads x once more. Where outliers of one row keep a column in all
-//   rows, a kernel in front marks these columns, a thread each, 64 rows a thread block.
+// Work split: of blocks with a scale, 16 lanes a block of 128 inputs, eight inputs a lane; else a thread
+// block a
+//   row, which finds the largest magnitude and reads x once more. Where outliers of one row keep a column in
+//   all rows, a kernel in front marks these columns, a thread each, 64 rows a thread block.
 // Traffic: x once or twice, of which the second comes out of L1, and out once.
 // Roofline: latency of one load and one store for few rows, as of a norm; bandwidth for many.
 #include <cuda_fp8.h>
@@ -55,7 +56,9 @@ __device__ __forceinline__ float narrow(float value) {
   return to_float(from_float<T>(value));
 }
 template <class T>
-constexpr float kEpsilon = std::is_same_v<T, float> ? 0x1p-23f : std::is_same_v<T, __half> ? 0x1p-10f : 0x1p-7f;
+constexpr float kEpsilon = std::is_same_v<T, float>    ? 0x1p-23f
+                           : std::is_same_v<T, __half> ? 0x1p-10f
+                                                       : 0x1p-7f;
 
 template <InputQuants kQuants>
 constexpr bool kIsNarrow = is_narrow(kQuants);
@@ -75,7 +78,8 @@ struct Float8Scale {
 
 // Eight values of a row, from `at` on; those behind its end are 0.
 template <class T>
-__device__ __forceinline__ void load_each(const FakeQuantizeView<T>& p, int64_t row, int at, float (&to)[kEach]) {
+__device__ __forceinline__ void load_each(const FakeQuantizeView<T>& p, int64_t row, int at,
+                                          float (&to)[kEach]) {
   const T* const from = p.x + row * p.stride + at;
   if (p.aligned && at < p.columns) {
     constexpr int kElems = kVecElems<T>;
@@ -233,8 +237,8 @@ void launch_typed(const FakeQuantizeParams& params, cudaStream_t stream) {
                         params.columns % kEach == 0 && params.stride % kEach == 0 && is_aligned16(params.x) &&
                             is_aligned16(params.out)};
   const auto launch = [&](auto kernel, int64_t grid, auto... more) {
-    HF_FASTPATH_CUDA_CHECK(launch_programmatic(kernel, dim3(static_cast<unsigned>(grid)), dim3(kThreads), 0, stream,
-                                               p.overlaps, p, more...));
+    HF_FASTPATH_CUDA_CHECK(launch_programmatic(kernel, dim3(static_cast<unsigned>(grid)), dim3(kThreads), 0,
+                                               stream, p.overlaps, p, more...));
   };
   if (params.marks != nullptr) {
     HF_FASTPATH_CUDA_CHECK(cudaMemsetAsync(params.marks, 0, params.columns, stream));

@@ -28,9 +28,8 @@ Tensor fake_quantize_cpu(const Tensor& x, int64_t quants, double limit, bool /*p
     });
   }
   const auto kernel = is_avx2 ? fake_quantize_avx2 : fake_quantize_portable;
-  for_each_range(params.rows, bytes, [&](int64_t begin, int64_t end) {
-    kernel(params, begin, end, scratch(params.columns));
-  });
+  for_each_range(params.rows, bytes,
+                 [&](int64_t begin, int64_t end) { kernel(params, begin, end, scratch(params.columns)); });
   return call.out;
 }
 

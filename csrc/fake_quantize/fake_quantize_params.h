@@ -23,7 +23,7 @@ constexpr bool is_float8(InputQuants quants) {
   return quants != InputQuants::kInt8RowNarrow && quants != InputQuants::kInt8Outliers;
 }
 
-constexpr int kFakeBlock = 128;           // neighbors that share a scale of kFp8Block and kFp8BlockNarrow
+constexpr int kFakeBlock = 128;            // neighbors that share a scale of kFp8Block and kFp8BlockNarrow
 constexpr float kLeastFakeScale = 1e-12f;  // of scales that divide
 
 // What the largest magnitude is divided by for a scale.

@@ -1,11 +1,6 @@
 // The loops of fake_quantize on the CPU, which a compiler makes vectors of: fake_quantize_cpu.cpp and
-// fake_quantize_avx2.cpp include them, each with the instructions it may use. Linkage is internal for that reason.
-//
-// What: out = quant * scale, where quants are x / scale in float8_e4m3fn or in whole numbers. Every operation is
-//   float32's own, so that quants are those of any other code that computes the same.
-// Work split: a thread has whole rows, each in float32 in the first-level cache.
-// Traffic: x and out once. Roofline: instructions, some fifteen for eight inputs and a division; the inputs of a
-//   token are a thousandth of the weights they meet.
+// fake_quantize_avx2.cpp include them, each with the instructions it may use. Linkage is internal for that
+// reason.
 #pragma once
 
 #include <cmath>
@@ -41,7 +36,7 @@ inline float nearest_whole(float value) {
   return with_sign((value + kWhole) - kWhole, value);
 }
 
-// Of bits of magnitudes the largest is that of the largest, or of a NaN.
+// The largest magnitude, or NaN if there is one: its bits are the largest of all.
 inline float largest(const float* row, int64_t count) {
   uint32_t most = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -64,7 +59,9 @@ float narrow(float value) {
 }
 
 template <class T>
-constexpr float kEpsilon = std::is_same_v<T, float> ? 0x1p-23f : std::is_same_v<T, Half> ? 0x1p-10f : 0x1p-7f;
+constexpr float kEpsilon = std::is_same_v<T, float>  ? 0x1p-23f
+                           : std::is_same_v<T, Half> ? 0x1p-10f
+                                                     : 0x1p-7f;
 
 // Inputs of one float8 scale.
 inline void to_float8(float* row, int64_t count, float most) {
@@ -100,11 +97,13 @@ void to_int8(const FakeQuantizeParams& p, const T* x, float* row) {
     const uint32_t of_value = float_to_bits(row[i]) & 0x7fffffffu;
     bits = of_value > bits ? of_value : bits;
   }
-  const float most = bits_to_float(bits), scale = most / kLargestInt8, factor = most == 0.0f ? 0.0f : 1.0f / most * kLargestInt8;
+  const float most = bits_to_float(bits), scale = most / kLargestInt8,
+              factor = most == 0.0f ? 0.0f : 1.0f / most * kLargestInt8;
   for (int64_t i = 0; i < p.columns; ++i) row[i] = nearest_whole(row[i] * factor) * scale;
   if (!may_stay) return;
   for (int64_t i = 0; i < p.columns; ++i) {
-    const bool stays = p.marks != nullptr ? p.marks[i] != 0 : std::fabs(narrow<Half>(to_float(x[i]))) >= limit;
+    const bool stays =
+        p.marks != nullptr ? p.marks[i] != 0 : std::fabs(narrow<Half>(to_float(x[i]))) >= limit;
     if (stays) row[i] = to_float(x[i]);
   }
 }
@@ -144,7 +143,8 @@ inline void fake_quantize_rows(const FakeQuantizeParams& p, int64_t begin, int64
   with_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     for (int64_t r = begin; r < end; ++r) {
-      fake_quantize_row(p, static_cast<const T*>(p.x) + r * p.stride, static_cast<T*>(p.out) + r * p.columns, row);
+      fake_quantize_row(p, static_cast<const T*>(p.x) + r * p.stride, static_cast<T*>(p.out) + r * p.columns,
+                        row);
     }
   });
 }

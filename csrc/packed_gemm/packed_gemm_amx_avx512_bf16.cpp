@@ -1,8 +1,8 @@
 // What: products of up to 64 rows of x in 16 bits with a quantized weight, in the tiles of AMX. Weights are
 //   dequantized into tiles of bfloat16: with their scale, rounded once, for x in bfloat16; for float16 in
 //   two, the first eight significant bits and what these leave, rounded once, and x likewise. Of the four
-//   products the two rests' is left out: it is less than 2^-14 of the whole. fp8 and bytes are exact in one, and
-//   a row's scale is applied to the accumulators. Subnormal bfloat16 count as zeros.
+//   products the two rests' is left out: it is less than 2^-14 of the whole. fp8 and bytes are exact in one,
+//   and a row's scale is applied to the accumulators. Subnormal bfloat16 count as zeros.
 // Work split: a thread takes a range of outputs, 16 or 32 at a time. While a block of 128 inputs of theirs is
 //   multiplied, the next is dequantized into the other half of a buffer in the first-level cache.
 // Traffic: quants and scales once; x from the second-level cache once for these outputs.

@@ -13,8 +13,8 @@
 namespace hf_fastpath {
 namespace {
 
-// A block's weights as they lie, but for the multiplier, the scale of a row, and fp8's 2^8: see dequantize_fp8
-// in packed_gemv_avx2.cpp.
+// A block's weights as they lie, but for the multiplier, the scale of a row, and fp8's 2^8: see
+// dequantize_fp8 in packed_gemv_avx2.cpp.
 template <PackedFormat kFormat>
 HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
@@ -122,7 +122,8 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
     }
   }
   for (int r = 0; r < kS; ++r) {
-    const float of_row = Traits<kFormat>::kScalesSums ? scale_to_float(*Row::scales_of<kFormat>(row[r])) : 1.0f;
+    const float of_row =
+        Traits<kFormat>::kScalesSums ? scale_to_float(*Row::scales_of<kFormat>(row[r])) : 1.0f;
     const float scale = of_row * (Traits<kFormat>::kIsFloat ? 256.0f : 1.0f);
     for (int64_t m = 0; m < args.rows; ++m) {
       const int64_t place = r * kDequantizedRows + m;

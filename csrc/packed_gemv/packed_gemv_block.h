@@ -188,8 +188,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       }
       Floats scales;
       if constexpr (kHasFactors) scales = Isa::pair(factors[r].scale + factor);
-      if constexpr (!kHasFactors && !kScalesSums)
-        scales = sub_block_scales<Isa, kFormat>(row[r], b, kBlocks);
+      if constexpr (!kHasFactors && !kScalesSums) scales = sub_block_scales<Isa, kFormat>(row[r], b, kBlocks);
       Floats zeros;
       if constexpr (kUnit == 4 && Traits<kFormat>::kHasZeros)
         zeros = sub_block_zeros<Isa, kFormat>(row[r], b, kBlocks);

@@ -131,7 +131,8 @@ constexpr Route kRoutes[] = {
     // Some rows at a time go through the kernels of packed_gemv, where this takes less time than dequantizing
     // the weight: up to more rows the fewer bytes there are, and the faster products are beside x's type's.
     product("packed_pieces_16", kManyPacked, kPacked, k16, 1, 16, kAmxBf16, kNone, kAny, packed_in_pieces_16),
-    product("packed_pieces_16", kManyPacked, kFloats, k16, 1, 48, kAvx512, kAmxBf16, kAny, packed_in_pieces_16),
+    product("packed_pieces_16", kManyPacked, kFloats, k16, 1, 48, kAvx512, kAmxBf16, kAny,
+            packed_in_pieces_16),
     product("packed_pieces_16", kManyPacked, kFloats, kF32, 1, 48, kAvx512, kNone, kAny, packed_in_pieces_16),
     product("packed_pieces_16", kManyPacked, kIntegers, kF32, 1, 16, kAvx512, kNone, kAny,
             packed_in_pieces_16),

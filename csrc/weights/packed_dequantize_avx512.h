@@ -163,8 +163,8 @@ struct PackedRows {
   }
 };
 
-// A weight whose sums are multiplied by sum_factors(): fp8 and bytes are exact in bfloat16 without their row's
-// scale.
+// A weight whose sums are multiplied by sum_factors(): fp8 and bytes are exact in bfloat16 without their
+// row's scale.
 template <PackedFormat kFormat>
 struct SumScaledRows {
   PackedRows<kFormat> rows;
@@ -248,7 +248,8 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
           const __m512i bits =
               _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(static_cast<short>(0xbfff)));
           round_in_terms<Element>(_mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), unit),
-                                  _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), unit), words);
+                                  _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), unit),
+                                  words);
           for (int term = 0; term < kTerms; ++term) write(2 * pair + half, term, words[term]);
         }
       }

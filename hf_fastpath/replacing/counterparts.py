@@ -135,7 +135,7 @@ def _are_halves(values: torch.Tensor) -> bool:
 
 def _packed_bytes(weight: ByteWeight, format: Format, multiplier: float) -> Parts:
     rows, columns = weight.quants.shape
-    if format.is_float and bool(((weight.quants & 0x7F) == 0x7F).any()):
+    if weight.values.dtype == torch.float8_e4m3fn and bool(((weight.quants & 0x7F) == 0x7F).any()):
         raise NoCounterpart("quantized_fp8")  # NaN, for which kernels have no room
     quants = functional.pad(weight.quants, (0, padded(columns) - columns), value=format.empty_quant)
     scales = weight.scales.float() / multiplier

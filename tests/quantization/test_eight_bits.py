@@ -7,6 +7,7 @@ Weights are the package's in every element, products are those of rounded inputs
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -184,6 +185,23 @@ def test_saved_weights_round_their_input_again(tmp_path):
     assert rounding == {layer.rounding for layer in packed_in(model).values()} and None not in rounding
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert torch.equal(loaded.generate(ids, **SHORT), model.generate(ids, **SHORT))
+
+
+@pytest.mark.parametrize("how", ("file", "recorded"))
+def test_adapters_over_bytes_see_inputs_that_are_not_rounded(how):
+    require_native(CPU)
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(with_bytes(build("llama", **SIZES), "LLM.int8")[0], config).eval()
+    ids = prompt(CPU)
+    expected, logits = model.generate(ids, **SHORT), model(ids).logits
+    with hidden_files() if how == "recorded" else nullcontext():
+        hf_fastpath.patch(model, quiet=True)
+        with counting(model) as counts:
+            found = model.generate(ids, **SHORT)
+    assert len(packed_in(model)) == 14 and counts.fast == SHORT["max_new_tokens"] and not counts.reasons
+    assert torch.equal(found, expected)
+    assert (model(ids).logits - logits).detach().abs().max() < 1e-2 * logits.detach().abs().max()
 
 
 @pytest.mark.parametrize(
