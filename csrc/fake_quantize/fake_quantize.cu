@@ -1,9 +1,9 @@
 // What: out = quant * scale, where quants are x / scale in float8_e4m3fn or in whole numbers. Divisions are
 //   IEEE's, so that quants are those of the reference.
-// Work split: of blocks with a scale, 16 lanes a block of 128 inputs, eight inputs a lane; else a thread
-// block a
-//   row, which finds the largest magnitude and reads x once more. Where outliers of one row keep a column in
-//   all rows, a kernel in front marks these columns, a thread each, 64 rows a thread block.
+// Work split: of blocks with a scale, 16 lanes take a block of 128 inputs, eight inputs a lane; else a thread
+//   block has a row, finds the largest magnitude and reads x once more. Where outliers of one row keep a
+//   column in all rows, a kernel in front marks these columns, a thread each, 64 rows a thread block. An RMS
+//   norm in front of blocks is a part of the kernel, which then has a thread block a row.
 // Traffic: x once or twice, of which the second comes out of L1, and out once.
 // Roofline: latency of one load and one store for few rows, as of a norm; bandwidth for many.
 #include <cuda_fp8.h>
@@ -11,6 +11,7 @@
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
+#include "common/row_norm.cuh"
 #include "common/warp.cuh"
 #include "fake_quantize/fake_quantize.h"
 
@@ -224,6 +225,85 @@ __global__ void __launch_bounds__(kThreads) mark_outliers_kernel(FakeQuantizeVie
   if (found) p.marks[column] = 1;  // others write the same
 }
 
+// An RMS norm in front, of the same bits as rms_norm's: a block a row, whose lanes keep kChunks times 16
+// bytes, so that neighbors of a scale lie in lanes beside each other.
+template <class T, class Scale, int kChunks>
+__global__ void __launch_bounds__(kMaxNormThreads) normed_fake_quantize_kernel(NormParams<T> p) {
+  constexpr int kElems = kVecElems<T>, kLanes = kFakeBlock / kElems;
+  using C = Chunk<T, kElems>;
+  __shared__ float scratch[kWarpSize];
+  const int64_t first = blockIdx.x * int64_t(p.columns);
+  typename C::Raw weight[kChunks], raw[kChunks];
+  const auto place = [&](int c) { return static_cast<int>((threadIdx.x + c * blockDim.x) * kElems); };
+  allow_next_kernel();
+  if (!p.programmatic_launch) wait_for_previous_kernel();
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c)
+    weight[c] = place(c) < p.columns ? C::load_shared_line(p.weight + place(c)) : C::zero();
+  wait_for_previous_kernel();
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c)
+    raw[c] = place(c) < p.columns ? C::load_l2(p.x + first + place(c)) : C::zero();
+  float squares = 0.f;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    float values[kElems];
+    C::unpack(raw[c], values);
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) squares = fmaf(values[e], values[e], squares);
+  }
+  const float scale = rsqrtf(block_sum(squares, scratch) / p.columns + p.eps);
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    float values[kElems], factors[kElems];
+    C::unpack(raw[c], values);
+    C::unpack(weight[c], factors);
+    uint32_t most = 0;
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) {
+      values[e] = narrow<T>(values[e] * (scale * (factors[e] + p.weight_offset)));
+      most = max(most, magnitude_bits(values[e]));
+    }
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2)
+      most = max(most, __shfl_xor_sync(kAllLanes, most, offset));
+    const Scale rounded(__uint_as_float(most));
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) values[e] = rounded(values[e]);
+    if (place(c) < p.columns) C::store(p.out + first + place(c), values);
+  }
+}
+
+template <class T, class Scale>
+bool launch_normed(const FakeQuantizeParams& params, cudaStream_t stream) {
+  constexpr int kElems = kVecElems<T>;
+  const int64_t chunks = params.columns / kElems;
+  const bool aligned = params.columns % kElems == 0 && params.stride == params.columns &&
+                       is_aligned16(params.x) && is_aligned16(params.out) && is_aligned16(params.norm_weight);
+  if (!aligned || chunks > 4 * kMaxNormThreads) return false;
+  const NormParams<T> p{static_cast<const T*>(params.x),
+                        static_cast<const T*>(params.norm_weight),
+                        nullptr,
+                        nullptr,
+                        static_cast<T*>(params.out),
+                        params.rows,
+                        static_cast<int>(params.columns),
+                        params.norm_eps,
+                        params.norm_offset,
+                        params.programmatic_launch,
+                        nullptr};
+  const auto launch = [&](auto kernel, int each) {
+    const int64_t threads = ((chunks + each - 1) / each + kWarpSize - 1) / kWarpSize * kWarpSize;
+    HF_FASTPATH_CUDA_CHECK(launch_programmatic(kernel, dim3(static_cast<unsigned>(params.rows)),
+                                               dim3(static_cast<unsigned>(threads)), 0, stream,
+                                               params.rows <= kMaxOverlappingRows, p));
+    return true;
+  };
+  if (chunks <= kMaxNormThreads) return launch(normed_fake_quantize_kernel<T, Scale, 1>, 1);
+  if (chunks <= 2 * kMaxNormThreads) return launch(normed_fake_quantize_kernel<T, Scale, 2>, 2);
+  return launch(normed_fake_quantize_kernel<T, Scale, 4>, 4);
+}
+
 template <class T>
 void launch_typed(const FakeQuantizeParams& params, cudaStream_t stream) {
   FakeQuantizeView<T> p{static_cast<const T*>(params.x),
@@ -269,6 +349,17 @@ void launch_typed(const FakeQuantizeParams& params, cudaStream_t stream) {
 }
 
 }  // namespace
+
+bool launch_normed_fake_quantize(const FakeQuantizeParams& params, cudaStream_t stream) {
+  bool done = false;
+  with_type(params.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if (params.quants == InputQuants::kFp8Block) done = launch_normed<T, Float8Scale>(params, stream);
+    if (params.quants == InputQuants::kFp8BlockNarrow)
+      done = launch_normed<T, NarrowFloat8Scale<T>>(params, stream);
+  });
+  return done;
+}
 
 void launch_fake_quantize(const FakeQuantizeParams& params, cudaStream_t stream) {
   with_type(params.dtype, [&](auto zero) { launch_typed<decltype(zero)>(params, stream); });

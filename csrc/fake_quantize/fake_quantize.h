@@ -9,4 +9,8 @@ namespace hf_fastpath {
 
 void launch_fake_quantize(const FakeQuantizeParams& params, cudaStream_t stream);
 
+// Launches the norm and the rounding as one kernel, if there is one for them: where blocks have a scale, and
+// rows are aligned and not too long.
+bool launch_normed_fake_quantize(const FakeQuantizeParams& params, cudaStream_t stream);
+
 }  // namespace hf_fastpath

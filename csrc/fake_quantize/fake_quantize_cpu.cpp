@@ -1,4 +1,5 @@
 // fake_quantize on the CPU: checks, threads, and the portable kernel.
+#include "common/composed_ops.h"
 #include "common/cpu_glue.h"
 #include "fake_quantize/fake_quantize_glue.h"
 #include "fake_quantize/fake_quantize_row.h"
@@ -12,7 +13,10 @@ void mark_outliers_portable(const FakeQuantizeParams& params, int64_t begin, int
   mark_columns(params, begin, end);
 }
 
-Tensor fake_quantize_cpu(const Tensor& x, int64_t quants, double limit, bool /*programmatic_launch*/) {
+Tensor fake_quantize_cpu(const Tensor& raw, int64_t quants, double limit, int64_t norm,
+                         const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                         double norm_eps, bool /*programmatic_launch*/) {
+  const Tensor x = normed_cpu(raw, norm_of(norm, "fake_quantize"), norm_weight, norm_bias, norm_eps);
   FakeQuantizeCall call(x, quants, limit, false);
   FakeQuantizeParams& params = call.params;
   const int64_t bytes = 2 * params.rows * params.columns * element_size(params.dtype);

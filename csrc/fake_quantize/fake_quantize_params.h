@@ -41,6 +41,9 @@ struct FakeQuantizeParams {
   float limit;     // or 0: see the op
   uint8_t* marks;  // [columns] of kInt8Outliers with a limit, or null: whether the column stays as it is
   bool programmatic_launch;
+  // An RMS norm of x, on a GPU: null, or [columns] of x's dtype, aligned as x is.
+  const void* norm_weight;
+  float norm_eps, norm_offset;  // factors are norm_offset + norm_weight
 };
 
 }  // namespace hf_fastpath

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ..choices import InputQuants
+from ..choices import InputQuants, NormKind
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, tensor_reasons
+from .norm import NORM_SCHEMA, norm_reasons, normed
 
 #: neighboring inputs that share a scale of FP8_BLOCK
 BLOCK = 128
@@ -16,9 +17,16 @@ _FLOAT8 = torch.float8_e4m3fn
 
 
 def reference(
-    x: torch.Tensor, quants: InputQuants, limit: float = 0.0, programmatic_launch: bool = False
+    x: torch.Tensor,
+    quants: InputQuants,
+    limit: float = 0.0,
+    norm: NormKind = NormKind.NONE,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    programmatic_launch: bool = False,
 ) -> torch.Tensor:
-    """Compute ``quant * scale``, where quants are the inputs divided by their scale and rounded.
+    """Compute ``quant * scale``, where quants are the inputs, behind their norm, divided by their scale and rounded.
 
     Args:
         x: [..., in_features], any strides. Each index but the last has a row.
@@ -31,6 +39,7 @@ def reference(
             * INT8_OUTLIERS: integers, ``scale = most / 127``, of x as float16. If ``limit`` is not 0, inputs of this or
               a larger magnitude do not count, and columns where a row has one stay as they are in all rows.
         limit: see there.
+        norm, norm_weight, norm_bias, norm_eps: of x, as in ``gemv``; what it gives is rounded to x's dtype.
         programmatic_launch: as in ``gemv``.
 
     Returns:
@@ -43,6 +52,7 @@ def reference(
     ``quantization/lifecycle/forward.py`` of compressed-tensors 0.20. INT8_OUTLIERS: ``backends/default/ops.py`` of
     bitsandbytes 0.50, arXiv:2208.07339.
     """
+    x = normed(x, norm, norm_weight, norm_bias, norm_eps)
     quants, wide = InputQuants(quants), torch.promote_types(x.dtype, torch.float32)
     values = x.float()
     if quants.is_block:
@@ -96,8 +106,9 @@ def fake(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def why_not(x, quants, limit=0.0) -> list[str]:
+def why_not(x, quants, limit=0.0, norm=NormKind.NONE, norm_weight=None, norm_bias=None) -> list[str]:
     reasons = choice_reason("quants", quants, InputQuants) + tensor_reasons(x)
+    reasons += norm_reasons(x, norm, norm_weight, norm_bias)
     if not x.dim() or not x.numel():
         reasons.append(f"x has shape {tuple(x.shape)}, expected [..., in_features] with at least one input")
     if not reasons and (limit < 0 or limit and InputQuants(quants) not in _LIMITED):
@@ -109,11 +120,13 @@ def why_not(x, quants, limit=0.0) -> list[str]:
 _LIMITED = (InputQuants.FP8_ROW, InputQuants.INT8_OUTLIERS)
 
 
-def moved(x) -> int:
-    return 2 * nbytes(x)
+def moved(x, norm_weight, norm_bias) -> int:
+    return 2 * nbytes(x) + nbytes(norm_weight, norm_bias)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
+    """None has a norm: behind one that float64 computes, what lies beside a tie rounds to the other neighbor."""
+
     def randn(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)
 
@@ -133,7 +146,7 @@ def samples(device: torch.device, dtype: torch.dtype):
 SPEC = register(
     OpSpec(
         name="fake_quantize",
-        schema="(Tensor x, int quants, float limit=0.0, bool programmatic_launch=False) -> Tensor",
+        schema=f"(Tensor x, int quants, float limit=0.0, {NORM_SCHEMA}, bool programmatic_launch=False) -> Tensor",
         reference=reference,
         fake=fake,
         why_not=why_not,

@@ -7,7 +7,8 @@ import torch
 from checks import common_tests, ours, over_dtypes
 from memory import same_bits
 
-from hf_fastpath.choices import InputQuants
+from hf_fastpath import ops
+from hf_fastpath.choices import InputQuants, NormKind
 from hf_fastpath.ops.fake_quantize import SPEC
 from hf_fastpath.registry import OpInputError, Sample
 
@@ -95,6 +96,23 @@ def test_what_passes_the_limit_of_a_scale_is_cut(device, dtype):
     x[1, 5] = 50.0
     found = SPEC(x, InputQuants.FP8_ROW, limit=4.0)
     assert found[1, 5] == 4.0 and bool((found.abs() <= 4.0).all())
+
+
+@over_dtypes
+@pytest.mark.parametrize("norm", (NormKind.RMS, NormKind.RMS_OFFSET, NormKind.LAYER))
+@pytest.mark.parametrize("quants", (InputQuants.FP8_BLOCK, InputQuants.FP8_BLOCK_NARROW, InputQuants.INT8_OUTLIERS))
+def test_a_norm_in_front_is_the_norm_ops(quants, norm, device, dtype):
+    """Where a kernel does both, one input in a thousand may lie beside a tie."""
+    for shape in ((1, 1, 4096), (3, 384), (2, 1000), (70, 256), (1, 9216), (2, 111)):
+        x, weight = (2 * torch.randn(shape, device=device)).to(dtype), torch.randn(shape[-1], device=device).to(dtype)
+        given = dict(norm=norm, norm_weight=weight, norm_eps=1e-5)
+        if norm is NormKind.LAYER:
+            behind = ops.layer_norm(x, weight, None, 1e-5)
+        else:
+            behind = ops.rms_norm(x, weight, 1e-5, None, norm.weight_offset)
+        found, expected = SPEC(x, quants, **given), SPEC(behind, quants)
+        assert float((found != expected).float().mean()) <= 1e-3
+        assert same_bits(found, SPEC(x, quants, **given, programmatic_launch=True))
 
 
 @over_dtypes

@@ -31,7 +31,7 @@ def prepared_input(
     if (rounded := rounding_of(weights)) is not None:
         rounding, packed = rounded
         how = dict(quants=rounding.quants, limit=rounding.limit, programmatic_launch=to.early)
-        return to.emit(ops.fake_quantize.overload, x=to.input_behind(x, norm), **how), packed, None
+        return to.emit(ops.fake_quantize.overload, x=x, norm=norm, **how), packed, None
     return x, weights, norm
 
 
