@@ -39,6 +39,7 @@ from op_calls import (
     swiglu_call,
 )
 
+from hf_fastpath.choices import InputQuants
 from hf_fastpath.quantization import FORMATS
 
 _GPU = ("cuda",)
@@ -231,6 +232,12 @@ SHAPES: dict[str, list[Call]] = {
         Call("mistral 1x4096", sample_of(drawn(1, 1, 4096), drawn(4096), 1e-5)),
         Call("mistral 512x4096", sample_of(drawn(512, 4096), drawn(4096), 1e-5)),
         Call("mistral 4096x4096", sample_of(drawn(4096, 4096), drawn(4096), 1e-5), devices=_GPU),
+    ],
+    "fake_quantize": [
+        Call("mistral 1x4096, blocks", sample_of(drawn(1, 1, 4096), InputQuants.FP8_BLOCK)),
+        Call("mistral 1x14336, blocks", sample_of(drawn(1, 1, 14336), InputQuants.FP8_BLOCK)),
+        Call("mistral 1x14336, outliers", sample_of(drawn(1, 1, 14336), InputQuants.INT8_OUTLIERS, 6.0)),
+        Call("mistral 512x4096, outliers", sample_of(drawn(512, 4096), InputQuants.INT8_OUTLIERS, 6.0)),
     ],
     "layer_norm": [
         Call("gpt2 1x768", sample_of(drawn(1, 1, 768), drawn(768), drawn(768), 1e-5)),

@@ -79,6 +79,27 @@ class Scoring(Choice):
     SIGMOID = 1
 
 
+class InputQuants(Choice):
+    """``InputQuants`` of ``csrc/fake_quantize/fake_quantize_params.h``: what a product's input is rounded to."""
+
+    FP8_BLOCK = 0
+    FP8_ROW = 1
+    FP8_ROW_NARROW = 2
+    INT8_ROW_NARROW = 3
+    INT8_OUTLIERS = 4
+    FP8_BLOCK_NARROW = 5
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether steps on the way are rounded to the input's type."""
+        return self.name.endswith("_NARROW")
+
+    @property
+    def is_block(self) -> bool:
+        """Whether neighbors share a scale, instead of a row."""
+        return self in (InputQuants.FP8_BLOCK, InputQuants.FP8_BLOCK_NARROW)
+
+
 class PackedFormat(Choice):
     """``PackedFormat`` of ``csrc/weights/formats.generated.h``; ``packed_formats.py`` describes the formats."""
 

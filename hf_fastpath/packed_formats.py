@@ -11,8 +11,8 @@ zeros are separate tensors, so that a kernel reads each of them as one unbroken 
   32-bit little-endian words of four or eight neighboring weights each, the first weight in the lowest bits. A block has
   four sub-blocks of 32 weights, whose words take turns: word ``4 w + s`` is the ``w``-th word of sub-block ``s``. So 16
   bytes hold one word of each sub-block, and a lane that reads every fourth word reads one sub-block.
-* scales, float16 or of tables float32 [rows, groups], and zeros, uint8 [rows, groups]; the padding of a block is quants
-  of value zero.
+* scales, float16 or float32 [rows, groups], and zeros, uint8 [rows, groups]; the padding of a block is quants of value
+  zero.
 * multiplier, a power of two for the whole matrix: it keeps the scales in float16's normal range.
 
 What a row of :data:`FORMATS` says is all that Python, the portable kernels and the docs know of a format. Kernels for
@@ -89,7 +89,7 @@ class Format:
         zeros: which quant is the weight 0.
         zero: that quant, if it is fixed.
         direction: what neighbors in a group are: "inputs" of an output.
-        scale_dtype: type of a scale, "float16", or "float32" where values are a table.
+        scale_dtype: type of a scale, "float16" or "float32"; the latter where a package's scales have no fewer bits.
         table: the values, each a float32; empty if values are none.
         steps: of a table: 1 is so many steps. Kernels that multiply integers round values to whole steps.
         order: how quants lie: "sub-blocks", see the module's docstring.
@@ -143,7 +143,8 @@ class Format:
         """Return what kernels take for granted; ``Traits`` of ``packed_format.h`` says which ones they are."""
         is_table = self.values is QuantValues.TABLE
         groups = (2 * BLOCK // SUB_BLOCKS,) if is_table else (0, BLOCK // SUB_BLOCKS, BLOCK)
-        scale = "float32" if is_table else "float16"
+        of_floats = self.is_float and self.group == BLOCK
+        scales = ("float16", "float32") if self.group == 0 else ("float32",) if is_table or of_floats else ("float16",)
         return {
             f"bits is {self.bits}, expected 4 or 8": self.bits in (4, 8),
             f"group is {self.group}, expected {' or '.join(map(str, groups))} weights": self.group in groups,
@@ -156,7 +157,7 @@ class Format:
             or not self.has_zeros
             or self.group == 32,
             f"direction is {self.direction}, expected inputs": self.direction == "inputs",
-            f"scale_dtype is {self.scale_dtype}, expected {scale}": self.scale_dtype == scale,
+            f"scale_dtype is {self.scale_dtype}, expected {' or '.join(scales)}": self.scale_dtype in scales,
             f"order is {self.order}, expected sub-blocks": self.order == "sub-blocks",
         }
 
@@ -271,5 +272,7 @@ FORMATS = {
         Format("fp4", 4, 64, -1, 1, QuantValues.TABLE, scale_dtype="float32", table=FP4, steps=192 * 32),
         Format("int4_g32_zeros", 4, 32, 0, 15, zeros=ZeroPoints.OF_GROUP),
         Format("int8_g32_zeros", 8, 32, 0, 255, zeros=ZeroPoints.OF_GROUP),
+        Format("fp8_g128", 8, 128, -448, 448, values=QuantValues.FLOATS, scale_dtype="float32"),
+        Format("int8_row", 8, 0, -127, 127, scale_dtype="float32"),
     )
 }

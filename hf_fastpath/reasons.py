@@ -77,8 +77,7 @@ REASONS: dict[str, Reason] = {
     ),
     "quantized_format": Reason(
         "another package has quantized the weights, and patch() does not repack them: they have no exact counterpart "
-        "among our formats (activations that are quantized too, zero points for fewer than 128 weights, ...), or no "
-        "architecture file covers the model",
+        "among our formats (3 bits, groups of 16 weights, layers that are no linear ones, ...)",
         "load unquantized weights and patch(model, weights=...)",
     ),
     "compressed_tensors": Reason(
@@ -95,11 +94,14 @@ REASONS: dict[str, Reason] = {
         "use a blocksize from 64 on that divides rows, or unquantized weights with patch(model, weights=...)",
     ),
     "quantized_activations": Reason(
-        "the checkpoint's products round their inputs to 8 bits as well (LLM.int8, W8A8), which ours do not",
-        "load it in 16 bits and patch(model, weights='int8'): as small, and inputs stay as they are",
+        "the checkpoint's products round their inputs in a way that ours do not: by scales that are fixed beforehand, "
+        "with zero points, or as torchao does",
+        "use a checkpoint with dynamic, symmetric activations of 8 bits, or load it in 16 bits and patch(model, "
+        "weights='int8'): as small, and inputs stay as they are",
     ),
     "quantized_fp8": Reason(
-        "the checkpoint keeps weights in FP8 in blocks, and its products round their inputs to FP8",
+        "the checkpoint keeps weights in FP8 that patch() does not repack: experts of a mixture, blocks that are not "
+        "of 128 inputs, or FP4 beside them",
         "load it with FineGrainedFP8Config(dequantize=True), then patch(model, weights='fp8')",
     ),
     "quantized_kernel": Reason(

@@ -18,6 +18,8 @@ ROWS = 2048
 DTYPES = ("float32", "float16", "bfloat16")
 PRODUCTS = ("linear_of_floats", "linear", "gemm", "packed_gemv", "packed_gemm")
 WEIGHTS = ("plain", "transposed", *FORMATS)
+#: formats of floats
+FLOATS = [name for name, format in FORMATS.items() if format.is_float]
 BYTES = [name for name, format in FORMATS.items() if format.bits == 8]
 #: product -> weights that it is asked of
 ASKED = {
@@ -149,7 +151,7 @@ class Before:
             return False
         if weight == "plain":
             return 16 < rows <= 32
-        return (4 if weight in ("fp8", "int4") else 6) <= rows <= 512
+        return (4 if weight in (*FLOATS, "int4") else 6) <= rows <= 512
 
     def takes_gemv(self, weight: str, dtype: str, rows: int) -> bool:
         if not self.avx2 or weight == "transposed":
@@ -178,14 +180,14 @@ class Before:
     def takes_floats(self, weight: str, dtype: str, rows: int) -> bool:
         if not self.avx2:
             return False
-        if dtype == "float32" and weight != "fp8":
+        if dtype == "float32" and weight not in FLOATS:
             return True
-        return not self.avx512 and weight in BYTES and rows > (2 if weight == "fp8" else 4)
+        return not self.avx512 and weight in BYTES and rows > (2 if weight in FLOATS else 4)
 
     def faster_in_tiles(self, weight: str, dtype: str, rows: int) -> bool:
         if not self.amx_products(dtype):
             return False
-        if weight == "fp8":
+        if weight in FLOATS:
             return rows >= 4
         if weight == "int4":
             return rows >= (5 if dtype == "bfloat16" else 8)
@@ -203,14 +205,14 @@ class Before:
         elif self.takes_floats(weight, dtype, rows):
             yield "packed_floats_avx2"
         else:
-            yield f"packed_{'fp8' if weight == 'fp8' else 'steps'}_{isa}"
+            yield f"packed_{'fp8' if weight in FLOATS else 'steps'}_{isa}"
 
     def most_packed_gemv_rows(self, weight: str, dtype: str) -> int:
         if dtype != "float32" and self.amx:
             return 16
         if not self.avx512:
             return 96 if dtype != "float32" else 48 if weight in BYTES else 32
-        if weight == "fp8":
+        if weight in FLOATS:
             return 48
         if dtype == "float32":
             return 16

@@ -1,8 +1,8 @@
 // What: products of up to 64 rows of x in 16 bits with a quantized weight, in the tiles of AMX. Weights are
 //   dequantized into tiles of bfloat16: with their scale, rounded once, for x in bfloat16; for float16 in
 //   two, the first eight significant bits and what these leave, rounded once, and x likewise. Of the four
-//   products the two rests' is left out: it is less than 2^-14 of the whole. fp8 is exact in one, and its
-//   row's scale is applied to the accumulators. Subnormal bfloat16 count as zeros.
+//   products the two rests' is left out: it is less than 2^-14 of the whole. fp8 and bytes are exact in one,
+//   and a row's scale is applied to the accumulators. Subnormal bfloat16 count as zeros.
 // Work split: a thread takes a range of outputs, 16 or 32 at a time. While a block of 128 inputs of theirs is
 //   multiplied, the next is dequantized into the other half of a buffer in the first-level cache.
 // Traffic: quants and scales once; x from the second-level cache once for these outputs.
@@ -109,7 +109,7 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
   const int64_t last = end - 1;
   Fp8Values
       values;  // by itself, so that the compiler keeps it in registers: in a SumScaledWeight it does not
-  if constexpr (Traits<kFormat>::kIsFloat) values = fp8_values<BF16>(1.0f);
+  if constexpr (kLooksUp<kFormat>) values = fp8_values<BF16>(1.0f);
   use_tiles_for(kAmxRows, kAmxRows);
   int turn = 0;
   Registers::dequantize(weight, last, begin, 0, 0, Registers::kRows, values, buffer[turn]);
@@ -155,7 +155,12 @@ bool tiles_range(const PackedArgs& args, int64_t begin, int64_t end) {
       finite = (rows_of_x<false, kGroups>(of_tile, y) || !kInTwo) && finite;
       if constexpr (Traits<kFormat>::kScalesSums) {
         const auto mask = static_cast<__mmask16>((1u << count) - 1);
-        const __m512 scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, weight.scales + first));
+        __m512 scales;
+        if constexpr (Traits<kFormat>::kScaleBytes == 4) {
+          scales = _mm512_maskz_loadu_ps(mask, weight.scales + first);
+        } else {
+          scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, weight.scales + first));
+        }
         for (int64_t m = 0; m < args.rows; ++m) {
           _mm512_store_ps(y + m * kRun, _mm512_mul_ps(_mm512_load_ps(y + m * kRun), scales));
         }

@@ -226,8 +226,7 @@ struct GemmConsumer {
     for (int h = 0; h < 2; ++h) {
       const int64_t feature = matrix_row(part, h);
       scale[h] = matrix.multiplier;
-      if constexpr (Traits<kFormat>::kScalesSums)
-        scale[h] *= __half2float(__ushort_as_half(__ldg(matrix.scales + feature)));
+      if constexpr (Traits<kFormat>::kScalesSums) scale[h] *= scale_of_row<kFormat>(matrix, feature);
       shift[h] = bias ? to_float(bias[feature]) : 0.f;
     }
     const int64_t column = first + group * 64;

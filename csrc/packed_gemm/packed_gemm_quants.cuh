@@ -38,6 +38,8 @@ struct PieceScales {
       if constexpr (Piece::kScales == 4) {
         const uint2 raw = __ldg(reinterpret_cast<const uint2*>(from));
         scales[b][0] = raw.x, scales[b][1] = raw.y;
+      } else if constexpr (Piece::kScales == 2) {
+        scales[b][0] = __ldg(reinterpret_cast<const uint32_t*>(from));
       } else {
         scales[b][0] = __ldg(from);
       }
@@ -50,7 +52,8 @@ struct PieceScales {
   }
   // Returns a sub-block's scale, as bits of a float16 twice or of a float32.
   __device__ __forceinline__ uint32_t scale(int block, int sub_block) const {
-    if constexpr (Traits<kFormat>::kHasTable) return scales[block][sub_block / 2];
+    if constexpr (Traits<kFormat>::kScaleBytes == 4)
+      return scales[block][sub_block / Traits<kFormat>::kTogether];
     if constexpr (Piece::kScales == 4)
       return __byte_perm(scales[block][sub_block / 2], 0, sub_block % 2 ? 0x3232 : 0x1010);
     return __byte_perm(scales[block][0], 0, 0x1010);
@@ -88,6 +91,15 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t value) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(value), "n"(kMask), "n"(kBits));
   return result;
 }
+
+// What stands for a scale where sums are multiplied by it.
+struct Unscaled {
+  __device__ __forceinline__ explicit Unscaled(uint32_t) {}
+  template <class P>
+  __device__ __forceinline__ uint32_t operator()(P value) const {
+    return bits_of_pair(value);
+  }
+};
 
 // A sub-block's scale for one row, and its application.
 template <class T>
@@ -185,6 +197,16 @@ __device__ __forceinline__ void dequantize_sub_block(const LaneQuants<T, kFormat
       const float2 two = unpack2(pair[i], __half());
       pair[i] = pack2(two.x * scale, two.y * scale, T());
     }
+  } else if constexpr (Traits<kFormat>::kIsFloat && !Traits<kFormat>::kScalesSums) {
+    const float scale = __uint_as_float(scale_bits);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto bits = static_cast<uint16_t>(words[i] >> (threadIdx.x % 2 * 16));
+      uint32_t halves;
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bits));
+      const float2 two = unpack2(halves, __half());
+      pair[i] = pack2(two.x * scale, two.y * scale, T());
+    }
   } else if constexpr (Traits<kFormat>::kIsFloat) {  // the scale is a row's
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -198,7 +220,8 @@ __device__ __forceinline__ void dequantize_sub_block(const LaneQuants<T, kFormat
       }
     }
   } else {
-    const SubBlockScale<T> scaled(scale_bits);
+    // Quants of a row's scale stay whole numbers.
+    const std::conditional_t<Traits<kFormat>::kScalesSums, Unscaled, SubBlockScale<T>> scaled(scale_bits);
     if constexpr (Traits<kFormat>::kBits == 8) {
       constexpr bool kSigned = Traits<kFormat>::kIsSigned;
 #pragma unroll

@@ -13,8 +13,8 @@
 namespace hf_fastpath {
 namespace {
 
-// A block's weights as they lie, but for the multiplier and for fp8's scale and 2^8: see dequantize_fp8 in
-// packed_gemv_avx2.cpp.
+// A block's weights as they lie, but for the multiplier, the scale of a row, and fp8's 2^8: see
+// dequantize_fp8 in packed_gemv_avx2.cpp.
 template <PackedFormat kFormat>
 HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
@@ -27,7 +27,8 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
     for (int half = 0; half < 2; ++half) {
       const auto of = [&](int s) {
         const int64_t group = group_of(kFormat, b, 2 * half + s);
-        return _mm_set1_ps(half_to_float(Row::scales_of<kFormat>(row)[group]));
+        const bool of_row = Traits<kFormat>::kScalesSums;
+        return _mm_set1_ps(of_row ? 1.0f : scale_to_float(Row::scales_of<kFormat>(row)[group]));
       };
       scale[half] = _mm256_set_m128(of(1), of(0));
       if constexpr (Traits<kFormat>::kHasZeros) {
@@ -46,12 +47,17 @@ HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
       _mm256_store_ps(to + i, _mm256_mul_ps(_mm256_cvtepi32_ps(steps), scale[i / 8 % 2]));
     }
   } else if constexpr (Traits<kFormat>::kIsFloat) {
+    const auto store = [&](float* at, __m256 values) __attribute__((always_inline)) {
+      if constexpr (!Traits<kFormat>::kScalesSums)
+        values = _mm256_mul_ps(values, _mm256_set1_ps(scale_to_float(Row::scales_of<kFormat>(row)[b])));
+      _mm256_store_ps(at, values);
+    };
     for (int64_t i = 0; i < kPackedBlock; i += 16) {
       const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(quants + i));
       const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
       const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff)));
-      _mm256_store_ps(to + i, F16::widen(_mm256_castsi256_si128(halves)));
-      _mm256_store_ps(to + i + 8, F16::widen(_mm256_extracti128_si256(halves, 1)));
+      store(to + i, F16::widen(_mm256_castsi256_si128(halves)));
+      store(to + i + 8, F16::widen(_mm256_extracti128_si256(halves, 1)));
     }
   } else {
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
@@ -116,8 +122,9 @@ void float_rows(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[
     }
   }
   for (int r = 0; r < kS; ++r) {
-    const float scale =
-        Traits<kFormat>::kScalesSums ? scale_to_float(*Row::scales_of<kFormat>(row[r])) * 256.0f : 1.0f;
+    const float of_row =
+        Traits<kFormat>::kScalesSums ? scale_to_float(*Row::scales_of<kFormat>(row[r])) : 1.0f;
+    const float scale = of_row * (Traits<kFormat>::kIsFloat ? 256.0f : 1.0f);
     for (int64_t m = 0; m < args.rows; ++m) {
       const int64_t place = r * kDequantizedRows + m;
       y[r][m * kRun] = horizontal_sum(_mm256_add_ps(total[0][place], total[1][place])) * scale;

@@ -57,6 +57,7 @@ struct Avx2 {
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) to[i] = halves(made + 16 * i);
   }
+  HF_INLINE Floats all(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
   HF_INLINE Floats pair(const float* from) { return {_mm256_set1_ps(from[0]), _mm256_set1_ps(from[1])}; }
 
   HF_INLINE Floats twice(const float* from) {

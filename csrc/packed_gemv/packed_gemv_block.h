@@ -5,6 +5,7 @@
 //   kAccumulators                               accumulators that stay in registers
 //   Floats, load, zero, mul, fma, add, half     16 values; half folds them to eight lanes
 //   dequantize_fp8(32 bytes, to)                as two Floats
+//   all(value)                                  one value in all of them
 //   pair(from)                                  from[0] eight times, then from[1]
 //   halves(from), bytes(from)                   16 float16, or bytes from 0 up
 //   twice(from)                                 eight float32, each twice
@@ -149,7 +150,8 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
   using Total = typename Isa::Total;
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8, kLanes = lanes_of(kFormat);
   constexpr bool kEachSubBlock = Traits<kFormat>::kEachSubBlock, kHasTable = Traits<kFormat>::kHasTable;
-  constexpr bool kHasFactors = kLanes == 8 && !kEachSubBlock;
+  constexpr bool kScalesSums = Traits<kFormat>::kScalesSums;
+  constexpr bool kHasFactors = kLanes == 8 && !kEachSubBlock && !kScalesSums;
   constexpr int kOfBlock = Traits<kFormat>::kScalesPerBlock;
   constexpr int kUnit = 16 / kLanes;  // blocks whose sums are one Floats
   Floats sum[kS][kM];
@@ -186,7 +188,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       }
       Floats scales;
       if constexpr (kHasFactors) scales = Isa::pair(factors[r].scale + factor);
-      if constexpr (!kHasFactors) scales = sub_block_scales<Isa, kFormat>(row[r], b, kBlocks);
+      if constexpr (!kHasFactors && !kScalesSums) scales = sub_block_scales<Isa, kFormat>(row[r], b, kBlocks);
       Floats zeros;
       if constexpr (kUnit == 4 && Traits<kFormat>::kHasZeros)
         zeros = sub_block_zeros<Isa, kFormat>(row[r], b, kBlocks);
@@ -209,7 +211,9 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
         if constexpr (kHasFactors && Traits<kFormat>::kHasZeros) {
           value = Isa::fma(Isa::pair(factors[r].zero + factor), Isa::load(all_offsets + at), value);
         }
-        sum[r][m] = Isa::fma(value, Isa::mul(scales, Isa::load(all_sizes + at)), sum[r][m]);
+        Floats sizes = Isa::load(all_sizes + at);
+        if constexpr (!kScalesSums) sizes = Isa::mul(scales, sizes);
+        sum[r][m] = Isa::fma(value, sizes, sum[r][m]);
       }
     }
   };
@@ -245,30 +249,34 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
     for (int m = 0; m < kM; ++m) {
       y[r][m * kRun] = horizontal_sum(Isa::half(sum[r][m]));
       if constexpr (kHasTable) y[r][m * kRun] *= 1.0f / static_cast<float>(traits_of(kFormat).steps);
+      if constexpr (kScalesSums) y[r][m * kRun] *= scale_to_float(*Row::scales_of<kFormat>(row[r]));
     }
   }
 }
 
 // ---- fp8 ----------------------------------------------------------------------------------------------
 
-// Inputs whose products are one chain of float32 before they are added to the total: short chains round less.
-constexpr int64_t kChain = 4 * kPackedBlock;
+// Inputs whose products are one chain of float32 before they are added to the total: short chains round less,
+// and weights of one chain share a scale.
+template <PackedFormat kFormat>
+constexpr int64_t kChain = (Traits<kFormat>::kScalesSums ? 4 : 1) * kPackedBlock;
 
 template <class Isa, PackedFormat kFormat, int kS, int kM>
 void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* const* y) {
   const int64_t width = args.weight.blocks * kPackedBlock, ahead = read_ahead_bytes();
+  constexpr bool kScalesSums = Traits<kFormat>::kScalesSums;
   const float* x = args.x + first_row * width;
   typename Isa::Floats total[kS][kM], sum[kS][kM];
   for (int r = 0; r < kS; ++r) {
     for (int m = 0; m < kM; ++m) total[r][m] = Isa::zero();
   }
-  for (int64_t begin = 0; begin < width; begin += kChain) {
+  for (int64_t begin = 0; begin < width; begin += kChain<kFormat>) {
 #pragma GCC unroll 4
     for (int r = 0; r < kS; ++r) {
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) sum[r][m] = Isa::zero();
     }
-    const int64_t end = min_of(width, begin + kChain);
+    const int64_t end = min_of(width, begin + kChain<kFormat>);
     for (int64_t line = begin; line < end; line += kCacheLineBytes) {
 #pragma GCC unroll 4
       for (int r = 0; r < kS; ++r) prefetch_quants(row[r].quants + line + ahead, kCacheLineBytes);
@@ -289,11 +297,19 @@ void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* 
 #pragma GCC unroll 4
     for (int r = 0; r < kS; ++r) {
 #pragma GCC unroll 4
-      for (int m = 0; m < kM; ++m) total[r][m] = Isa::add(total[r][m], sum[r][m]);
+      for (int m = 0; m < kM; ++m) {
+        if constexpr (kScalesSums) {
+          total[r][m] = Isa::add(total[r][m], sum[r][m]);
+        } else {
+          const float scale = scale_to_float(Row::scales_of<kFormat>(row[r])[begin / kPackedBlock]);
+          total[r][m] = Isa::fma(Isa::all(scale), sum[r][m], total[r][m]);
+        }
+      }
     }
   }
   for (int r = 0; r < kS; ++r) {
-    const float scale = half_to_float(*Row::scales_of<kFormat>(row[r])) * 256.0f;  // see dequantize_fp8
+    const float of_row = kScalesSums ? scale_to_float(*Row::scales_of<kFormat>(row[r])) : 1.0f;
+    const float scale = of_row * 256.0f;  // see dequantize_fp8
     for (int m = 0; m < kM; ++m) y[r][m * kRun] = horizontal_sum(Isa::half(total[r][m])) * scale;
   }
 }

@@ -105,10 +105,12 @@ struct ByteX : RowX<T, kFormat, ByteX<T, kFormat>> {
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint2 scales = reader.scales(rows, h, 0);
-        float2 of_sub_block =
-            unpack2(Traits<kFormat>::kEachSubBlock && q >= 2 ? scales.y : scales.x, __half());
-        if (Traits<kFormat>::kEachSubBlock && q % 2) of_sub_block.x = of_sub_block.y;
+        float2 of_sub_block = make_float2(1.f, 1.f);
+        if constexpr (!Traits<kFormat>::kScalesSums) {
+          const uint2 scales = reader.scales(rows, h, 0);
+          of_sub_block = unpack2(Traits<kFormat>::kEachSubBlock && q >= 2 ? scales.y : scales.x, __half());
+          if (Traits<kFormat>::kEachSubBlock && q % 2) of_sub_block.x = of_sub_block.y;
+        }
         int sum = c[2 * h] * kPart + c[2 * h + 1];
         if constexpr (kZeroOfEach) sum += x.steps.y * (reader.zero(rows, h, 0) >> 8 * q & 255);
         float& to = accumulators[0][2 * h];

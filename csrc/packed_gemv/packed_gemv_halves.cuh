@@ -40,9 +40,13 @@ struct HalfX : RowX<T, kFormat, HalfX<T, kFormat>> {
       mma<__half>(c[0], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
       mma<__half>(c[1], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
     }
+    const LineScales<kFormat> scales(reader, rows, 0, 1);
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      accumulators[0][2 * h] = fmaf(x.step, c[0][2 * h] + c[1][2 * h], accumulators[0][2 * h]);
+    for (int h = 0; h < 2; ++h) {
+      float step = x.step;
+      if constexpr (!Traits<kFormat>::kScalesSums) step *= scales.of(h, 0);
+      accumulators[0][2 * h] = fmaf(step, c[0][2 * h] + c[1][2 * h], accumulators[0][2 * h]);
+    }
   }
 
   // Makes float16 of what a lane has of spans from `first` on.

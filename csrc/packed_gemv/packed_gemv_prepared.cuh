@@ -30,7 +30,7 @@ struct PreparedLayout {
 
 // A block has so many sums of x, each over the weights of a scale, where quants have something in excess.
 template <PackedFormat kFormat>
-constexpr int kSumsOfBlock = kTakesOff<kFormat> ? Traits<kFormat>::kScalesPerBlock : 0;
+constexpr int kSumsOfBlock = kTakesOff<kFormat> ? std::max(1, Traits<kFormat>::kScalesPerBlock) : 0;
 
 template <PackedFormat kFormat, int kColumns>
 using PreparedOf = PreparedLayout<kColumns, kSumsOfBlock<kFormat>>;

@@ -77,7 +77,8 @@ struct LineScales {
 
   // Returns the scale of a row of the lane's and a sub-block.
   __device__ __forceinline__ float of(int h, int sub_block) const {
-    if constexpr (Traits<kFormat>::kHasTable) return __uint_as_float(sub_block < 2 ? words[h].x : words[h].y);
+    if constexpr (Traits<kFormat>::kScaleBytes == 4)
+      return __uint_as_float(Traits<kFormat>::kTogether == 4 || sub_block < 2 ? words[h].x : words[h].y);
     if constexpr (!kEachSubBlock) return unpack2(words[h].x, __half()).x;
     const float2 two = unpack2(sub_block < 2 ? words[h].x : words[h].y, __half());
     return sub_block % 2 ? two.y : two.x;
@@ -101,6 +102,7 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
                                           PackedAccumulators<kColumns>& accumulators) {
   constexpr int kTiles = kColumnTiles<kColumns>;
   constexpr bool kFloats = Traits<kFormat>::kIsFloat, kCentered = kCenters<T, kFormat>;
+  constexpr bool kScalesSums = Traits<kFormat>::kScalesSums;
   constexpr bool kEachSubBlock = Traits<kFormat>::kEachSubBlock;  // has scales of its own
   constexpr bool kEachHalf = Traits<kFormat>::kTogether == 2;     // or two have
   BlockWords<kFormat> words;
@@ -158,14 +160,14 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
       for (int i = 0; i < 4; ++i) {
         float all = c[0][t][i];
         if constexpr (kChains == 2) all += c[1][t][i];
-        if constexpr (kFloats) {
+        if constexpr (!kFloats && !kCentered) {
+          const float of_column = i % 2 ? over.y : over.x;
+          all =
+              Traits<kFormat>::kHasZeros ? fmaf(float(scales.zeros[i / 2]), of_column, all) : all + of_column;
+        }
+        if constexpr (kScalesSums) {
           accumulators[t][i] += all;
         } else {
-          if constexpr (!kCentered) {
-            const float of_column = i % 2 ? over.y : over.x;
-            all = Traits<kFormat>::kHasZeros ? fmaf(float(scales.zeros[i / 2]), of_column, all)
-                                             : all + of_column;
-          }
           accumulators[t][i] = fmaf(scales.of(i / 2, 0), all, accumulators[t][i]);
         }
       }

@@ -41,8 +41,9 @@ template <PackedFormat kFormat>
 __device__ __forceinline__ uint2 scales_of(const PackedMatrix& matrix, int row, int block) {
   constexpr int kHalves = PackedSlot<kFormat, kRingWarps>::kScalesPerBlock;
   const uint16_t* from = matrix.scales + int64_t(row) * matrix.groups + block * kHalves;
-  static_assert(kHalves == 4 || kHalves <= 1, "a block's scales are eight bytes, or one of 16 bits");
+  static_assert(kHalves == 4 || kHalves <= 2, "a block's scales are eight bytes, or one of 32 or of 16 bits");
   if constexpr (kHalves == 4) return __ldg(reinterpret_cast<const uint2*>(from));
+  if constexpr (kHalves == 2) return make_uint2(__ldg(reinterpret_cast<const uint32_t*>(from)), 0);
   return make_uint2(__ldg(from), 0);
 }
 // Where each sub-block has one, two neighbors: of a lane's sub-blocks of two blocks.
@@ -184,6 +185,10 @@ struct PackedReader {
       asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                    : "=r"(found.x), "=r"(found.y)
                    : "r"(slot + scales_at[h] + 8 * block));
+    } else if constexpr (Slot::kScalesPerBlock == 2) {
+      asm volatile("ld.shared.u32 %0, [%1];"
+                   : "=r"(found.x)
+                   : "r"(slot + scales_at[h] + Slot::scale_offset(piece) + 4 * block));
     } else {
       uint16_t bits;
       asm volatile("ld.shared.u16 %0, [%1];"

@@ -13,9 +13,9 @@
 //     sums of both blocks meet in the shared memory of the one that writes the output;
 //   - a float32 x: three float16 terms, which each warp makes of its own blocks of x (packed_gemv_x.cuh).
 //   Quants as float16 are whole numbers of its smallest subnormal: bits of a mantissa, no arithmetic; what
-//   all of them have in excess (128 of int8, a zero point) is taken off by sums of x. Only where 32 weights
-//   have a scale they are multiplied by it. x that is too long for its part of shared memory comes in phases:
-//   all tiles over some pieces of k, then over the next.
+//   all of them have in excess (128 of int8, a zero point) is taken off by sums of x. Weights are not
+//   multiplied by their scale: sums over those of a scale are. x that is too long for its part of shared
+//   memory comes in phases: all tiles over some pieces of k, then over the next.
 // Traffic: quants, scales and zeros once, plus x (m * k * sizeof(T), prepared up to 16 columns of float16)
 //   and the norm's weight a block out of L2, in clusters half of it.
 // Roofline: read bandwidth. int4_g32, kernels that overlap: 87 % of it for 4096 to 28672, 75 % for 14336 to
@@ -211,7 +211,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
       values[half] *= scale;
       if constexpr (Traits<kFormat>::kScalesSums) {
         const int row = packed_row(p, rope, plan.ring, share.begin + own_first + unit, half);
-        values[half] *= __half2float(__ushort_as_half(__ldg(plan.matrix.scales + row)));
+        values[half] *= scale_of_row<kFormat>(plan.matrix, row);
       }
     }
     mine.store(p, rope, values);

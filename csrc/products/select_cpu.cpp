@@ -25,7 +25,7 @@ constexpr uint32_t kFewPacked = bit(Product::kPackedGemv);
 constexpr uint32_t kManyPacked = bit(Product::kPackedGemm);
 
 constexpr WeightSet of(PackedFormat format) { return packed_weight(static_cast<int>(format)); }
-constexpr WeightSet kFp8 = of(PackedFormat::kFp8), kInt4 = of(PackedFormat::kInt4);
+constexpr WeightSet kInt4 = of(PackedFormat::kInt4);
 
 // The packed formats that have kernels and for which `has` holds.
 template <class Has>
@@ -80,11 +80,11 @@ constexpr Route kRoutes[] = {
 #if defined(__x86_64__)
     // These take few rows with a quantized weight. Pairs of bfloat16 pay off from as many rows on as make
     // up for dequantizing the weight.
-    product("pairs", kFewPacked, kFp8 | kInt4, kBf16, 4, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
+    product("pairs", kFewPacked, kFloats | kInt4, kBf16, 4, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
     product("pairs", kFewPacked, kInt8 | kInt4G32 | kTables, kBf16, 6, 512, kBf16Dot, kNone, kDot,
             gemm_in_pairs),
     // Tiles are the faster the more rows share a weight that is dequantized.
-    product("packed_tiles", kFewPacked, kFp8, k16, 4, kMany, kTiles, kNone, kAny, packed_in_tiles),
+    product("packed_tiles", kFewPacked, kFloats, k16, 4, kMany, kTiles, kNone, kAny, packed_in_tiles),
     product("packed_tiles", kFewPacked, kInt4, kBf16, 5, kMany, kTiles, kNone, kAny, packed_in_tiles),
     product("packed_tiles", kFewPacked, kInt4, kF16, 8, kMany, kTiles, kNone, kAny, packed_in_tiles),
     product("packed_tiles", kFewPacked, kInt8 | kInt4G32 | kTables, kBf16, 6, kMany, kTiles, kNone, kAny,
@@ -124,15 +124,16 @@ constexpr Route kRoutes[] = {
             kAny, gemm_in_tiles),
     // Pairs of bfloat16 are used of quantized weights up to where oneDNN is as fast, and of others where the
     // kernels of gemv pass over a weight more than once.
-    product("pairs", kManyPacked, kFp8 | kInt4, kBf16, 4, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
+    product("pairs", kManyPacked, kFloats | kInt4, kBf16, 4, 512, kBf16Dot, kNone, kDot, gemm_in_pairs),
     product("pairs", kManyPacked, kInt8 | kInt4G32 | kTables, kBf16, 6, 512, kBf16Dot, kNone, kDot,
             gemm_in_pairs),
     product("pairs", kGemm, kPlain, kBf16, 17, 32, kBf16Dot, kNone, kDot, gemm_in_pairs),
     // Some rows at a time go through the kernels of packed_gemv, where this takes less time than dequantizing
     // the weight: up to more rows the fewer bytes there are, and the faster products are beside x's type's.
     product("packed_pieces_16", kManyPacked, kPacked, k16, 1, 16, kAmxBf16, kNone, kAny, packed_in_pieces_16),
-    product("packed_pieces_16", kManyPacked, kFp8, k16, 1, 48, kAvx512, kAmxBf16, kAny, packed_in_pieces_16),
-    product("packed_pieces_16", kManyPacked, kFp8, kF32, 1, 48, kAvx512, kNone, kAny, packed_in_pieces_16),
+    product("packed_pieces_16", kManyPacked, kFloats, k16, 1, 48, kAvx512, kAmxBf16, kAny,
+            packed_in_pieces_16),
+    product("packed_pieces_16", kManyPacked, kFloats, kF32, 1, 48, kAvx512, kNone, kAny, packed_in_pieces_16),
     product("packed_pieces_16", kManyPacked, kIntegers, kF32, 1, 16, kAvx512, kNone, kAny,
             packed_in_pieces_16),
     product("packed_pieces_16", kManyPacked, kInt8, k16, 1, 256, kAvx512, kAmxBf16, kAny,

@@ -36,8 +36,10 @@ enum class PackedFormat : int {
   kFp4 = 5,
   kInt4G32Zeros = 6,
   kInt8G32Zeros = 7,
+  kFp8G128 = 8,
+  kInt8Row = 9,
 };
-constexpr PackedFormat kLastPackedFormat = PackedFormat::kInt8G32Zeros;
+constexpr PackedFormat kLastPackedFormat = PackedFormat::kInt8Row;
 
 // The format of number i is row i; tables have four values a line.
 // clang-format off
@@ -58,6 +60,8 @@ inline constexpr PackedTraits kPackedTraits[] = {
          -0x1.555556p-2f, -0x1p-1f, -0x1.555556p-3f, -0x1p-2f}},
     {"int4_g32_zeros", 4, PackedValues::kIntegers, 32, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, 0, {}},
     {"int8_g32_zeros", 8, PackedValues::kIntegers, 32, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, 0, {}},
+    {"fp8_g128", 8, PackedValues::kFloats, 128, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, 0, {}},
+    {"int8_row", 8, PackedValues::kIntegers, 0, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, 0, {}},
 };
 // clang-format on
 
@@ -81,6 +85,10 @@ static inline auto with_format(PackedFormat format, F&& f) {
       return f(std::integral_constant<PackedFormat, PackedFormat::kInt4G32Zeros>{});
     case PackedFormat::kInt8G32Zeros:
       return f(std::integral_constant<PackedFormat, PackedFormat::kInt8G32Zeros>{});
+    case PackedFormat::kFp8G128:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kFp8G128>{});
+    case PackedFormat::kInt8Row:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt8Row>{});
     default:
       break;
   }

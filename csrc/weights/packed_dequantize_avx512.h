@@ -86,7 +86,10 @@ HF_INLINE void byte_values_less(__m512i first, __m512i second, int s, int zero, 
   low = value(first), high = value(second);
 }
 
-// ---- fp8: a table of the 128 values that are not negative ----
+// ---- fp8: a table of the 128 values that are not negative; where blocks have scales, values one by one ----
+
+template <PackedFormat kFormat>
+constexpr bool kLooksUp = Traits<kFormat>::kIsFloat && Traits<kFormat>::kScalesSums;
 
 struct Fp8Values {
   __m512i words[4];
@@ -107,12 +110,17 @@ HF_INLINE Fp8Values fp8_values(float scale) {
   return values;
 }
 
-// Sub-blocks 2 * pair and 2 * pair + 1 of a block's 128 bytes, looked up.
-HF_INLINE void fp8_words(__m512i first, __m512i second, int pair, const Fp8Values& values, __m512i (&to)[2]) {
+// Sub-blocks 2 * pair and 2 * pair + 1 of a block's 128 bytes.
+HF_INLINE __m512i fp8_bytes(__m512i first, __m512i second, int pair) {
   const __m512i words =
       _mm512_add_epi32(_mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29),
                        _mm512_set1_epi32(2 * pair));
-  const __m512i bytes = _mm512_permutex2var_epi32(first, words, second);
+  return _mm512_permutex2var_epi32(first, words, second);
+}
+
+// The same, looked up.
+HF_INLINE void fp8_words(__m512i first, __m512i second, int pair, const Fp8Values& values, __m512i (&to)[2]) {
+  const __m512i bytes = fp8_bytes(first, second, pair);
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     const __m512i places =
@@ -155,7 +163,8 @@ struct PackedRows {
   }
 };
 
-// A weight whose sums are multiplied by sum_factors(): fp8 is exact in bfloat16 without its row's scale.
+// A weight whose sums are multiplied by sum_factors(): fp8 and bytes are exact in bfloat16 without their
+// row's scale.
 template <PackedFormat kFormat>
 struct SumScaledRows {
   PackedRows<kFormat> rows;
@@ -163,7 +172,7 @@ struct SumScaledRows {
 
   HF_INLINE SumScaledRows of(const PackedWeight& args) {
     SumScaledRows weight{PackedRows<kFormat>::of(args), {}};
-    if constexpr (Traits<kFormat>::kIsFloat) weight.values = fp8_values<BF16>(1.0f);
+    if constexpr (kLooksUp<kFormat>) weight.values = fp8_values<BF16>(1.0f);
     return weight;
   }
 };
@@ -171,14 +180,18 @@ struct SumScaledRows {
 // Those of outputs [n, n + count), of which the last before `end` stands for all behind it.
 HF_INLINE void sum_factors(const PackedWeight& args, int64_t n, int64_t end, int64_t count, float* to) {
   const bool by_row = has_scale_of_row(args.format);
+  const bool are_floats = scale_bytes(args.format) == 4;
   for (int64_t i = 0; i < count; ++i) {
-    const auto* scales = static_cast<const uint16_t*>(args.scales);
-    to[i] = args.multiplier * (by_row ? half_to_float(scales[min_of(n + i, end - 1)]) : 1.0f);
+    const int64_t row = min_of(n + i, end - 1);
+    const float scale = !by_row      ? 1.0f
+                        : are_floats ? static_cast<const float*>(args.scales)[row]
+                                     : half_to_float(static_cast<const uint16_t*>(args.scales)[row]);
+    to[i] = args.multiplier * scale;
   }
 }
 
-// The words of a row's block, with their scales and the multiplier: write(s, term, 32 of sub-block s). fp8's
-// are looked up in `values`.
+// The words of a row's block, with their scales, but for that of a row, and the multiplier: write(s, term, 32
+// of sub-block s). Those of fp8 with a scale for each row are looked up in `values`.
 template <PackedFormat kFormat, class Element, int kTerms, class Write>
 HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t b, float multiplier,
                                 const Fp8Values& values, const Write& write) {
@@ -187,7 +200,9 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
   __m512i words[kTerms];
   const uint8_t* const quants = Weight::block(weight, row, b);
   const __m512i first = _mm512_loadu_si512(quants);
-  const auto scale = [&](int s) { return Weight::scale(weight, row, b, s) * multiplier; };
+  const auto scale = [&](int s) {
+    return (Traits<kFormat>::kScalesSums ? 1.0f : Weight::scale(weight, row, b, s)) * multiplier;
+  };
   if constexpr (bits_of(kFormat) == 4) {
     __m512 steps;
     if constexpr (Traits<kFormat>::kHasTable) {
@@ -221,6 +236,22 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
         }
         round_in_terms<Element>(low, high, words);
         for (int term = 0; term < kTerms; ++term) write(s, term, words[term]);
+      }
+    } else if constexpr (!Traits<kFormat>::kScalesSums) {
+      const __m512 unit = _mm512_set1_ps(scale(0) * 256.0f);  // of float16's bits that are 2^-8 of the value
+#pragma GCC unroll 2
+      for (int pair = 0; pair < kCount / 2; ++pair) {
+        const __m512i bytes = fp8_bytes(first, second, pair);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          const __m512i wide = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(bytes, half));
+          const __m512i bits =
+              _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(static_cast<short>(0xbfff)));
+          round_in_terms<Element>(_mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), unit),
+                                  _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), unit),
+                                  words);
+          for (int term = 0; term < kTerms; ++term) write(2 * pair + half, term, words[term]);
+        }
       }
     } else {
       static_assert(kTerms == 1);

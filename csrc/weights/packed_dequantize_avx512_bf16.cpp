@@ -18,12 +18,12 @@ void dequantize_rows(const PackedWeight& args, int64_t in_features, int64_t begi
   using Storage = typename Element::Storage;
   using Weight = PackedRows<kFormat>;
   const Weight weight = Weight::of(args);
-  const float multiplier = args.multiplier;
   alignas(64) Storage last[kPackedBlock];
   for (int64_t n = begin; n < end; ++n) {
+    float multiplier = args.multiplier;  // and the row's scale
+    if constexpr (Traits<kFormat>::kScalesSums) multiplier *= Weight::scale(weight, n, 0, 0);
     Fp8Values values;
-    if constexpr (Traits<kFormat>::kIsFloat)
-      values = fp8_values<Element>(Weight::scale(weight, n, 0, 0) * multiplier);
+    if constexpr (kLooksUp<kFormat>) values = fp8_values<Element>(multiplier);
     for (int64_t b = 0; b < weight.blocks; ++b) {
       const int64_t count = std::min(kPackedBlock, in_features - b * kPackedBlock);
       Storage* const block = count == kPackedBlock ? to : last;

@@ -70,10 +70,14 @@ struct Traits {
   // Kernels know no other formats: what they take for granted of a branch is said here.
   static_assert(!kHasTable || (kBits == 4 && !kHasZeros && kZero == 0),
                 "tables are of 4 bits, without zeros");
-  static_assert(kHasTable == (kTogether == 2) && kHasTable == (kScaleBytes == 4),
-                "values of a table, and no others, have scales in float32, of 64 weights");
+  static_assert(kHasTable == (kTogether == 2), "values of a table, and no others, have scales of 64 weights");
+  static_assert(kHasTable || kScaleBytes == 2 || kScalesSums || kIsFloat,
+                "other scales in float32 are a row's, or those of floats");
   static_assert(kBits == 8 || kBits == 4, "kernels unpack quants of 8 and of 4 bits");
-  static_assert(kIsFloat == kScalesSums && (kBits == 8 || !kIsFloat), "floats are e4m3, with a scale a row");
+  static_assert(kBits == 8 || !kIsFloat, "floats are e4m3");
+  static_assert(!kIsFloat || kScalesSums || (kTogether == 4 && kScaleBytes == 4),
+                "floats have a scale a row, or one in float32 a block");
+  static_assert(!kScalesSums || kIsFloat || kIsSigned, "a scale a row is that of floats or of signed bytes");
   static_assert(kBits == 4 || traits_of(kFormat).zeros != PackedZeros::kFixed,
                 "bytes are signed, or have zeros of groups");
   static_assert(kBits == 4 || kEachSubBlock || !kHasZeros, "bytes with zeros have groups of 32");

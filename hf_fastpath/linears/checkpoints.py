@@ -16,44 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import NoCounterpart
-
-
-@dataclass(frozen=True)
-class IntWeight:
-    """A weight of integers: its values are ``scale * (quant - zero)``.
-
-    Attributes:
-        bits: bits of a quant.
-        group: number of weights in a row that share a scale.
-        quants: int8 [out_features, in_features], from ``-2 ** (bits - 1)`` up.
-        scales: float [out_features, groups].
-        zeros: int16 [out_features, groups], on the same scale as quants.
-        order: int64 [in_features], the input that each column of quants is for; None if inputs are in order.
-    """
-
-    bits: int
-    group: int
-    quants: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
-    order: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class TableWeight:
-    """A weight whose quants are places in a table: its values are ``scale * table[quant]`` in float32.
-
-    Attributes:
-        table: 16 values, each a float32.
-        block: number of weights that share a scale, where rows follow each other.
-        quants: uint8 [out_features, in_features], from 0 up.
-        scales: float32 [blocks], the last of which may be shorter.
-    """
-
-    table: tuple[float, ...]
-    block: int
-    quants: torch.Tensor
-    scales: torch.Tensor
+from . import eight_bits
+from .checkpoint_weights import AnyWeight, IntWeight, TableWeight
 
 
 @dataclass(frozen=True)
@@ -68,6 +32,7 @@ class LayerFamily:
         written: makes a layer's tensors, by name, of the weight that ``read`` gave; None: what is here is kept.
         release: frees what ``restore`` can make again of the quants that ``read`` gave; None: nothing.
         restore: gives a layer what was freed, bit for bit.
+        of_bytes: whether a scheme's weights of bytes belong to it, and no others.
 
     ``read`` raises NoCounterpart if a layer of the family means more than these weights can say.
     """
@@ -75,16 +40,21 @@ class LayerFamily:
     name: str
     package: str
     classes: tuple[str, ...]
-    read: Callable[[nn.Module], IntWeight | TableWeight]
+    read: Callable[[nn.Module], AnyWeight]
     written: Callable[[nn.Module, IntWeight], dict[str, torch.Tensor]] | None = None
     release: Callable[[nn.Module], None] | None = None
     restore: Callable[[nn.Module, torch.Tensor], None] | None = None
+    of_bytes: bool = False
 
     def has(self, module: nn.Module) -> bool:
         """Whether ``module`` is a layer of this family."""
         if type(module) is not nn.Linear:
             return self._names(type(module))
-        return self._names(type(module.weight)) if "weight" in module._parameters else self._names(_scheme_of(module))
+        weight = module._parameters.get("weight")
+        of_bytes = type(weight) is nn.Parameter and weight.dtype in eight_bits.BYTES
+        if weight is None or of_bytes:
+            return of_bytes == self.of_bytes and self._names(_scheme_of(module))
+        return self._names(type(weight))
 
     def _names(self, cls: type) -> bool:
         return cls.__module__.partition(".")[0] == self.package and cls.__name__ in self.classes
@@ -299,11 +269,6 @@ def _restore_bitsandbytes(module: nn.Module, quants: torch.Tensor) -> None:
     _quant_state(module).to(quants.device)
 
 
-def _rounds_inputs(module: nn.Module) -> IntWeight:
-    """Refuse layers that quantize activations as well."""
-    raise NoCounterpart("quantized_activations")
-
-
 def _of_a_kernel(module: nn.Module) -> IntWeight:
     """Refuse layers whose words are in the order of one kernel, which belongs to a version of the package."""
     raise NoCounterpart("quantized_kernel")
@@ -340,6 +305,15 @@ FAMILIES = (
     ),
     LayerFamily("AWQ", "awq", ("WQLinear_GEMM",), _autoawq, _awq_written),
     LayerFamily("compressed-tensors", "compressed_tensors", ("QuantizationScheme",), _compressed, _compressed_written),
+    LayerFamily(
+        "compressed-tensors of bytes",
+        "compressed_tensors",
+        ("QuantizationScheme",),
+        eight_bits.compressed,
+        release=eight_bits.release,
+        restore=eight_bits.restore,
+        of_bytes=True,
+    ),
     LayerFamily("torchao", "torchao", ("Int8Tensor", "IntxUnpackedToInt8Tensor"), _torchao),
     LayerFamily(
         "bitsandbytes",
@@ -349,7 +323,31 @@ FAMILIES = (
         release=_release_bitsandbytes,
         restore=_restore_bitsandbytes,
     ),
-    LayerFamily("bitsandbytes of 8 bits", "bitsandbytes", ("Linear8bitLt",), _rounds_inputs),
+    LayerFamily(
+        "LLM.int8",
+        "bitsandbytes",
+        ("Linear8bitLt",),
+        eight_bits.llm_int8,
+        release=eight_bits.release_llm_int8,
+        restore=eight_bits.restore_llm_int8,
+    ),
+    LayerFamily(
+        "FP8 in blocks",
+        "transformers",
+        ("FP8Linear",),
+        eight_bits.fine_grained,
+        release=eight_bits.release,
+        restore=eight_bits.restore,
+    ),
+    LayerFamily("FP8 of experts and groups", "transformers", ("FP8Experts", "FP8GroupedLinear"), eight_bits.refused),
+    LayerFamily(
+        "FBGEMM",
+        "transformers",
+        ("FbgemmFp8Linear",),
+        eight_bits.fbgemm,
+        release=eight_bits.release,
+        restore=eight_bits.restore,
+    ),
 )
 
 #: why a layer of a known family keeps its own code, for the layers that patch() has looked at

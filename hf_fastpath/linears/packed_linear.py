@@ -8,10 +8,18 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ..ops.fake_quantize import SPEC as FAKE_QUANTIZE
 from ..ops.gemv import MAX_ROWS
 from ..ops.packed_gemm import SPEC as PACKED_GEMM
 from ..ops.packed_gemv import SPEC as PACKED_GEMV
-from ..quantization.formats import PackedWeight, ReorderedWeight, scale_dtype
+from ..quantization.formats import (
+    AnyPackedWeight,
+    InputRounding,
+    PackedWeight,
+    ReorderedWeight,
+    RoundedInputWeight,
+    scale_dtype,
+)
 from ..registry import FLOAT_DTYPES, OpSpec
 from .absent_weight import REMEDY, AbsentWeight
 
@@ -19,6 +27,19 @@ from .absent_weight import REMEDY, AbsentWeight
 QUANTIZED_OF = "_hf_fastpath_quantized_of"
 #: bytes of a scale -> type that holds their bits
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounding to quants, whose gradient is that of no rounding, as packages have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rounding: InputRounding) -> torch.Tensor:
+        function = FAKE_QUANTIZE.overload if x.dtype in FLOAT_DTYPES else FAKE_QUANTIZE.reference
+        return function(x, rounding.quants, rounding.limit)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
 
 
 class PackedLinear(nn.Module):
@@ -29,7 +50,7 @@ class PackedLinear(nn.Module):
     its weight moves; a cast leaves the weight as it is.
 
     Args:
-        given: the quantized weight.
+        given: the quantized weight, in an order of inputs, or with what its input is rounded to.
         bias: [out_features] or None; the module keeps the parameter itself.
         dtype: type of the weight that was quantized, which a cast of the module changes.
     """
@@ -42,12 +63,12 @@ class PackedLinear(nn.Module):
     order: torch.Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(
-        self, given: PackedWeight | ReorderedWeight, bias: nn.Parameter | None, dtype: torch.dtype = torch.float32
-    ):
+    def __init__(self, given: AnyPackedWeight, bias: nn.Parameter | None, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.dtype = dtype
-        weight = given.weight if isinstance(given, ReorderedWeight) else given
+        weight = given if isinstance(given, PackedWeight) else given.weight
+        #: how the input is rounded, or None
+        self.rounding = given.rounding if isinstance(given, RoundedInputWeight) else None
         self.format, self.multiplier = weight.format, weight.multiplier
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.register_buffer("quants", weight.quants)
@@ -102,11 +123,20 @@ class PackedLinear(nn.Module):
         return PackedWeight(self.format, self.in_features, self.quants, self.scales, self.zeros, self.multiplier)
 
     @property
-    def packed(self) -> PackedWeight | ReorderedWeight:
+    def packed(self) -> AnyPackedWeight:
         """The weight; its tensors are those of this module."""
+        if self.rounding is not None:
+            return RoundedInputWeight(self.in_order, self.rounding)
         return self.in_order if self.order is None else ReorderedWeight(self.in_order, self.order)
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether inputs of one row have a say in how those of others are rounded."""
+        return self.rounding is not None and self.rounding.mixes_rows
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rounding is not None and x.numel():
+            x = _Rounded.apply(x, self.rounding)
         op = self._op_for(x)
         if op is not None:
             x = x if self.order is None else x.index_select(-1, self.order)

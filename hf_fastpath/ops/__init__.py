@@ -10,6 +10,7 @@ from .choose_experts import SPEC as choose_experts
 from .decode_attention import SPEC as decode_attention
 from .decode_layers import SPEC as decode_layers
 from .exponential_race import SPEC as exponential_race
+from .fake_quantize import SPEC as fake_quantize
 from .fused_experts import SPEC as fused_experts
 from .fused_gelu import SPEC as fused_gelu
 from .fused_swiglu import SPEC as fused_swiglu
@@ -51,6 +52,7 @@ __all__ = [
     "decode_attention",
     "decode_layers",
     "exponential_race",
+    "fake_quantize",
     "fused_experts",
     "fused_gelu",
     "fused_swiglu",

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..choices import InputQuants
 from ..quantization.formats import FORMATS, is_multiplier
 
 VERSION = 2
@@ -213,7 +214,8 @@ class Header:
     Attributes:
         architecture: class of the model.
         model_type: model_type of its config.
-        weights: name of a packed layer -> format, in_features, out_features, multiplier.
+        weights: name of a packed layer -> format, in_features, out_features, multiplier; and rounding, a list of quants
+            and limit, of layers that have their input rounded.
         joined: names of packed layers that lie behind each other in memory, in order.
         tied: name of a parameter -> the name under which it is saved.
         buffers: names of buffers that the model makes itself, and that another version may name differently.
@@ -268,6 +270,15 @@ def _check_weight(name: str, weight: Any) -> None:
         _whole(_get(weight, key, what), f"{what} {key}", 1)
     multiplier = _get(weight, "multiplier", what)
     _expect(is_multiplier(multiplier), f"{what} multiplier", multiplier, "a power of two up to 2 ** 127")
+    if "rounding" in weight:
+        _check_rounding(weight["rounding"], f"{what} rounding")
+
+
+def _check_rounding(rounding: Any, what: str) -> None:
+    labels = [each.label for each in InputQuants]
+    is_pair = isinstance(rounding, list) and len(rounding) == 2 and rounding[0] in labels
+    is_right = is_pair and type(rounding[1]) in (int, float) and 0 <= rounding[1] < math.inf
+    _expect(is_right, what, rounding, f"a list of one of {', '.join(labels)} and a limit of 0 or more")
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,22 @@ import torch
 from torch import nn
 
 from .. import logs
+from ..choices import InputQuants
 from ..compat import Conv1D, check_sizes, class_named, few_modules, model_of_config
 from ..linears.packed_linear import PackedLinear
 from ..native import huge_pages, loader
 from ..options import MAX_BATCH, Options
 from ..patching.api import patch_with
 from ..patching.state import PatchState, state_of
-from ..quantization.formats import FORMATS, PackedWeight, ReorderedWeight, padded
+from ..quantization.formats import (
+    FORMATS,
+    AnyPackedWeight,
+    InputRounding,
+    PackedWeight,
+    ReorderedWeight,
+    RoundedInputWeight,
+    padded,
+)
 from ..replacing.quantizing import Replaced, free_originals, places_of
 from .file_index import AGAIN
 from .files import PackedFiles, not_persistent
@@ -249,7 +258,7 @@ class _Loading:
 
     def __init__(self, model: nn.Module, files: PackedFiles, device: torch.device):
         self._model, self._files, self.device = model, files, device
-        self._weights: dict[str, PackedWeight | ReorderedWeight] = {}
+        self._weights: dict[str, AnyPackedWeight] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._before: list[tuple[dict, str, Any]] = []
 
@@ -259,6 +268,10 @@ class _Loading:
         for names in header.joined:
             order: torch.Tensor | None = None
             for name, weight in zip(names, self._read_joined(names)):
+                if (rounding := header.weights[name].get("rounding")) is not None:
+                    quants, limit = rounding
+                    self._weights[name] = RoundedInputWeight(weight, InputRounding(InputQuants(quants), float(limit)))
+                    continue
                 order = self._order_of(name, order)
                 self._weights[name] = weight if order is None else ReorderedWeight(weight, order)
         for name in self._files.names_beside(iter(header.weights)):

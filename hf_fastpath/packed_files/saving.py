@@ -95,6 +95,7 @@ def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: 
                 "out_features": module.out_features,
                 "multiplier": module.multiplier,
             }
+            | ({} if module.rounding is None else {"rounding": [module.rounding.quants.label, module.rounding.limit]})
             for name, module in packed.items()
         },
         joined=_joined(packed),

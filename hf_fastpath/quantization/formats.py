@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..choices import PackedFormat
+from ..choices import InputQuants, PackedFormat
 from ..packed_formats import BLOCK, FORMATS, SUB_BLOCKS, Format, padded
 
-__all__ = ["BLOCK", "FORMATS", "Format", "PackedWeight", "ReorderedWeight"]
+__all__ = ["BLOCK", "FORMATS", "Format", "InputRounding", "PackedWeight", "ReorderedWeight", "RoundedInputWeight"]
 __all__ += ["is_multiplier", "pack", "padded", "scale_dtype", "unpack"]
 
 
@@ -160,6 +160,68 @@ class ReorderedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the weights, [out_features, in_features], in the order of the inputs."""
         return self.weight.dequantize(dtype)[:, self.order.argsort()]
+
+
+@dataclass(frozen=True)
+class InputRounding:
+    """How a product rounds its input before it multiplies, as ``ops.fake_quantize`` does it.
+
+    Attributes:
+        quants, limit: arguments of that op.
+    """
+
+    quants: InputQuants
+    limit: float = 0.0
+
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether an input of one row has a say in other rows."""
+        return self.quants is InputQuants.INT8_OUTLIERS and self.limit > 0
+
+
+@dataclass(frozen=True)
+class RoundedInputWeight:
+    """A quantized weight of a package whose products round their input, too.
+
+    Attributes:
+        weight: the weight.
+        rounding: how its input is rounded.
+    """
+
+    weight: PackedWeight
+    rounding: InputRounding
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.out_features
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def format(self) -> Format:
+        return self.weight.format
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.weight.tensors
+
+    def rows(self, first: int, count: int) -> RoundedInputWeight:
+        """Return a weight of so many output features, as views."""
+        return RoundedInputWeight(self.weight.rows(first, count), self.rounding)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the weights, [out_features, in_features]."""
+        return self.weight.dequantize(dtype)
+
+
+#: what a layer's quantized weight is
+AnyPackedWeight = PackedWeight | ReorderedWeight | RoundedInputWeight
 
 
 def _in_words(format: Format, quants: torch.Tensor) -> torch.Tensor:

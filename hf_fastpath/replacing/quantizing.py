@@ -19,7 +19,7 @@ from ..native import heap, loader
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
 from ..progress import announced, counted
-from ..quantization.formats import FORMATS, Format, PackedWeight, ReorderedWeight
+from ..quantization.formats import FORMATS, AnyPackedWeight, Format
 from ..quantization.quantizer import quantize
 from ..reasons import class_name, explained, named
 from ..registry import PLAIN_TENSORS
@@ -39,7 +39,7 @@ class Replaced:
     original: nn.Module
     packed: PackedLinear
     places: list[tuple[nn.Module, str]]
-    restore: Callable[[nn.Module, PackedWeight | ReorderedWeight], None] | None = None
+    restore: Callable[[nn.Module, AnyPackedWeight], None] | None = None
 
     def undo(self, elsewhere: Sequence[tuple[nn.Module, str]] = ()) -> None:
         """Put the layer back, with its weight on the device of the quantized one.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from .. import logs, structural
 from ..architecture import architectures
@@ -19,12 +17,13 @@ from ..compat import INSIDE_ADAPTER, adapter_modules, hook_of, placement
 from ..decode.model.structure import ModelInRoles
 from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
-from ..linears.checkpoints import IntWeight, TableWeight, family_of, note
+from ..linears.checkpoint_weights import IntWeight
+from ..linears.checkpoints import family_of, note
 from ..linears.packed_linear import PackedLinear
 from ..native import heap, loader
 from ..ops import packed_gemv
 from ..progress import counted
-from ..quantization.formats import FORMATS, Format, PackedWeight, ReorderedWeight, pack, padded
+from .counterparts import repacked
 from .quantizing import Replaced, places_of
 from .rewriting import Restoring, Rewriting
 
@@ -32,10 +31,6 @@ from .rewriting import Restoring, Rewriting
 Packed = tuple[nn.Module, PackedLinear, Rewriting | None]
 #: gets layers of one input; gives those that are replaced
 Packing = Callable[[list[nn.Module]], list[Packed]]
-#: quants, scales and zeros as a format has them; zeros are None if it has none
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-#: scales that are not float16 are brought below 2 ** this by the multiplier
-_LARGEST_SCALE = 7
 
 
 @dataclass(eq=False)
@@ -54,173 +49,6 @@ class RemovedHooks:
         """Put the hooks back."""
         for key, hook in self.hooks.items():
             self.module._forward_pre_hooks.setdefault(key, hook)
-
-
-def format_for(bits: int, group: int, in_features: int, has_zeros: bool, zeros_fit: bool, steps_fit: bool) -> Format:
-    """Return the format that holds quants exactly.
-
-    Args:
-        bits, group: of the quants, as of :class:`..linears.checkpoints.IntWeight`.
-        in_features: weights of a row.
-        has_zeros: whether a zero point is not 0.
-        zeros_fit: whether all zero points are numbers of four bits, or of as many as quants have if these are eight.
-        steps_fit: whether all quants less their zero points are numbers of eight bits.
-
-    Raises:
-        NoCounterpart: there is no such format.
-    """
-
-    def groups_fit(format: Format) -> bool:
-        return group >= in_features or group % format.group == 0
-
-    if bits <= 4:
-        fits = {"int4": zeros_fit, "int4_g32": not has_zeros, "int4_g32_zeros": zeros_fit}
-    else:
-        fits = {"int8": bits == 8 and steps_fit, "int8_g32_zeros": bits == 8 and zeros_fit}
-    found = next((name for name, fits_so in fits.items() if fits_so and groups_fit(FORMATS[name])), None)
-    if found is None:
-        raise NoCounterpart("quantized_format")
-    return FORMATS[found]
-
-
-def counterpart(weight: IntWeight | TableWeight) -> Format:
-    """Return the format that holds a weight's quants exactly.
-
-    Raises:
-        NoCounterpart: there is no such format.
-    """
-    if isinstance(weight, TableWeight):
-        found = next((format for format in FORMATS.values() if format.table == weight.table), None)
-        if found is None:
-            raise NoCounterpart("quantized_format")
-        check_blocks(weight.block, weight.quants.shape[1], found)
-        return found
-    steps_fit, most = weight.bits == 8, 8 if weight.bits <= 4 else 128
-    if steps_fit:
-        steps = weight.quants - _of_columns(weight.zeros, weight)
-        steps_fit = -128 <= int(steps.min()) and int(steps.max()) <= 127  # -128 too, which only our quantizer avoids
-    return format_for(
-        weight.bits,
-        weight.group,
-        weight.quants.shape[1],
-        bool(weight.zeros.any()),
-        -most <= int(weight.zeros.min()) and int(weight.zeros.max()) < most,
-        steps_fit,
-    )
-
-
-def _of_columns(values: torch.Tensor, weight: IntWeight) -> torch.Tensor:
-    """Expand [rows, groups] to [rows, in_features]."""
-    return values.repeat_interleave(weight.group, dim=1)[:, : weight.quants.shape[1]]
-
-
-def _of_groups(values: torch.Tensor, weight: IntWeight, format: Format) -> torch.Tensor:
-    """Convert [rows, groups of the weight] to [rows, groups of the format]."""
-    starts = torch.arange(format.groups(weight.quants.shape[1]), device=values.device) * format.group
-    return values[:, (starts // weight.group).clamp(max=values.shape[1] - 1)]
-
-
-def check_blocks(block: int, in_features: int, format: Format) -> None:
-    """Raise if blocks of a checkpoint, where rows follow each other, are no whole groups or go on in the next row.
-
-    Where they go on, bitsandbytes' kernels disagree: those of a CPU with AVX-512 begin each row with a block, and its
-    quantizer does not.
-
-    Raises:
-        NoCounterpart: with the reason code.
-    """
-    if block % format.group or in_features % block:
-        raise NoCounterpart("quantized_blocks")
-
-
-def _packed_table(weight: TableWeight, format: Format) -> Parts:
-    rows, columns = weight.quants.shape
-    scales = weight.scales.view(rows, -1).repeat_interleave(weight.block // format.group, dim=1)
-    quants = functional.pad(weight.quants, (0, padded(columns) - columns), value=format.empty_quant)
-    return pack(format, quants), functional.pad(scales, (0, format.groups(columns) - scales.shape[1])), None
-
-
-def _packed(weight: IntWeight | TableWeight, format: Format, multiplier: float) -> Parts:
-    if isinstance(weight, TableWeight):
-        return _packed_table(weight, format)
-    zeros = _of_groups(weight.zeros, weight, format)
-    if format.bits == 8 and not format.has_zeros:
-        quants, rest = weight.quants - _of_columns(weight.zeros, weight), 0
-    else:
-        half = 1 << (format.bits - 1)
-        zeros, quants, rest = zeros + half, weight.quants.view(torch.uint8) + half, int(format.zero)
-    width = padded(weight.quants.shape[1])
-    padding = (0, width - quants.shape[1])
-    if format.has_zeros:  # padding has the zero point of its group
-        whole = zeros.to(torch.uint8).repeat_interleave(format.group, dim=1)
-        whole[:, : quants.shape[1]] = quants
-        quants = whole
-    else:
-        quants = functional.pad(quants, padding, value=rest)
-    scales = (_of_groups(weight.scales, weight, format).double() / multiplier).half()
-    as_bytes = (quants.to(torch.int8) if quants.dtype == torch.int16 else quants).view(torch.uint8)
-    of_groups = zeros.to(torch.uint8).contiguous() if format.has_zeros else None
-    return pack(format, as_bytes), scales.contiguous(), of_groups
-
-
-def _multiplier(weights: list[IntWeight | TableWeight]) -> float:
-    """Return the multiplier that brings scales which are not float16 into its range.
-
-    Raises:
-        NoCounterpart: a scale is not finite.
-    """
-    largest = max(float(weight.scales.abs().max()) for weight in weights)
-    if not math.isfinite(largest):
-        raise NoCounterpart("quantized_format")
-    is_held = all(isinstance(each, TableWeight) or each.scales.dtype == torch.float16 for each in weights)
-    return 1.0 if is_held or not largest else 2.0 ** (math.frexp(largest)[1] - _LARGEST_SCALE)
-
-
-def _shared_orders(weights: list[IntWeight | TableWeight]) -> list[torch.Tensor | None]:
-    """Return each weight's order of inputs as int32; those that are alike are one tensor."""
-    made: list[torch.Tensor] = []
-
-    def shared(order: torch.Tensor | None) -> torch.Tensor | None:
-        if order is None:
-            return None
-        found = next((each for each in made if torch.equal(each, order)), None)
-        if found is None:
-            made.append(found := order.to(torch.int32))
-        return found
-
-    return [shared(each.order if isinstance(each, IntWeight) else None) for each in weights]
-
-
-def repacked(weights: list[IntWeight | TableWeight]) -> list[PackedWeight | ReorderedWeight]:
-    """Repack weights of the same input.
-
-    Returns:
-        Weights that lie behind each other in memory if one format holds all of them, and that share one order of inputs
-        if theirs are alike.
-
-    Raises:
-        NoCounterpart: no format holds one of the weights.
-    """
-    orders = _shared_orders(weights)
-    made = zip(_repacked(weights), orders)
-    return [weight if order is None else ReorderedWeight(weight, order) for weight, order in made]
-
-
-def _repacked(weights: list[IntWeight | TableWeight]) -> list[PackedWeight]:
-    """Repack weights in the order in which their inputs are.
-
-    Raises:
-        NoCounterpart: no format holds one of the weights.
-    """
-    formats = [counterpart(weight) for weight in weights]
-    if len(set(formats)) > 1:
-        return [each for weight in weights for each in _repacked([weight])]
-    format, in_features = formats[0], weights[0].quants.shape[1]
-    multiplier = _multiplier(weights)
-    tensors = zip(*(_packed(weight, format, multiplier) for weight in weights))
-    quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in tensors)
-    together = PackedWeight(format, in_features, quants, scales, zeros, multiplier)
-    return together.split([len(weight.quants) for weight in weights])
 
 
 def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[RemovedHooks], quiet: bool) -> None:

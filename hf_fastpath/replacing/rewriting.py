@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..linears.checkpoints import IntWeight
-from ..quantization.formats import PackedWeight, ReorderedWeight, unpack
+from ..linears.checkpoint_weights import IntWeight
+from ..quantization.formats import AnyPackedWeight, PackedWeight, ReorderedWeight, RoundedInputWeight, unpack
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Restoring:
 
     restore: Callable[[nn.Module, torch.Tensor], None]
 
-    def __call__(self, module: nn.Module, weight: PackedWeight | ReorderedWeight) -> None:
+    def __call__(self, module: nn.Module, weight: AnyPackedWeight) -> None:
+        weight = weight.weight if isinstance(weight, RoundedInputWeight) else weight
         assert isinstance(weight, PackedWeight), "no family with this has an order of inputs"
         self.restore(module, unpack(weight.format, weight.quants)[:, : weight.in_features])
 
@@ -49,14 +50,14 @@ class Rewriting:
     def of(
         written: Callable[[nn.Module, IntWeight], dict[str, torch.Tensor]],
         weight: IntWeight,
-        made: PackedWeight | ReorderedWeight,
+        made: AnyPackedWeight,
     ) -> Rewriting:
         """Return what makes the tensors of a layer whose ``weight`` became ``made``."""
         packed = made.weight if isinstance(made, ReorderedWeight) else made
         zeros = None if packed.format.has_zeros or not bool(weight.zeros.any()) else weight.zeros.clone()
         return Rewriting(written, weight.bits, weight.group, weight.scales.dtype, zeros)
 
-    def release(self, module: nn.Module, made: PackedWeight | ReorderedWeight) -> None:
+    def release(self, module: nn.Module, made: AnyPackedWeight) -> None:
         """Free the tensors that come back bit for bit: those whose scales a format has rounded do not."""
         for name, tensor in self.written(module, self._weight(made)).items():
             own = getattr(module, name)
@@ -64,13 +65,13 @@ class Rewriting:
                 self.names.append(name)
                 own.data = own.data.new_empty(0)
 
-    def __call__(self, module: nn.Module, made: PackedWeight | ReorderedWeight) -> None:
+    def __call__(self, module: nn.Module, made: AnyPackedWeight) -> None:
         """Give the layer back what was freed, on the device of the repacked weight."""
         tensors = self.written(module, self._weight(made))
         for name in self.names:
             getattr(module, name).data = tensors[name]
 
-    def _weight(self, made: PackedWeight | ReorderedWeight) -> IntWeight:
+    def _weight(self, made: AnyPackedWeight) -> IntWeight:
         packed, order = made, None
         if isinstance(made, ReorderedWeight):
             packed, order = made.weight, made.order.long()

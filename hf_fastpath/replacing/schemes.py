@@ -12,15 +12,26 @@ from torch import nn
 
 from .. import structural
 from ..architecture import architectures
+from ..choices import InputQuants
 from ..compat import quantization_method, should_convert_module
 from ..decode.model.parts import MoEPart
 from ..decode.model.structure import ModelInRoles
 from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
 from ..linears.packed_linear import PackedLinear
-from ..quantization.formats import FORMATS, Format, PackedWeight, padded, scale_dtype
+from ..packed_formats import BLOCK
+from ..quantization.formats import (
+    FORMATS,
+    Format,
+    InputRounding,
+    PackedWeight,
+    RoundedInputWeight,
+    padded,
+    scale_dtype,
+)
+from .counterparts import check_blocks, format_for
 from .quantizing import Replaced
-from .repacking import Packed, check_blocks, format_for, repack_layers
+from .repacking import Packed, repack_layers
 
 #: features of a layer that stands for all layers while only a scheme is asked about
 _SOME_FEATURES = 4096
@@ -77,6 +88,28 @@ class TableScheme:
         return format
 
 
+@dataclass(frozen=True)
+class ByteScheme:
+    """Weights of bytes with scales of rows or of blocks.
+
+    Attributes:
+        name: name of the format that holds them.
+        rounding: how the package's products round their input, or None.
+        covers: as of :class:`Scheme`.
+    """
+
+    name: str
+    rounding: InputRounding | None
+    covers: Callable[[str, str], bool]
+
+    def format(self, in_features: int) -> Format:
+        """Return the format that holds such a weight."""
+        return FORMATS[self.name]
+
+
+AnyScheme = Scheme | TableScheme | ByteScheme
+
+
 def _need(is_so: bool, reason: str = "quantized_format") -> None:
     if not is_so:
         raise NoCounterpart(reason)
@@ -106,26 +139,61 @@ def _matches(patterns: Sequence[str], name: str, kind: str) -> bool:
     return any(re.match(each[3:], name) if each.startswith("re:") else each in (name, kind) for each in patterns)
 
 
-def _compressed(given: Mapping[str, Any]) -> list[Scheme]:
+def _rounding(inputs: Mapping[str, Any] | None, kind: str) -> InputRounding | None:
+    """Return how compressed-tensors rounds inputs, of what its config says."""
+    if inputs is None:
+        return None
+    strategy, reason = inputs.get("strategy"), "quantized_activations"
+    _need(inputs.get("dynamic") is True and inputs.get("symmetric", True) and inputs.get("num_bits") == 8, reason)
+    _need(inputs.get("type", "int") == kind, reason)
+    if strategy == "token":
+        return InputRounding(InputQuants.INT8_ROW_NARROW if kind == "int" else InputQuants.FP8_ROW_NARROW)
+    _need(strategy == "group" and inputs.get("group_size") == BLOCK and kind == "float", reason)
+    return InputRounding(InputQuants.FP8_BLOCK_NARROW)
+
+
+#: compressed-tensors' formats of bytes
+_OF_BYTES = ("float-quantized", "int-quantized", "naive-quantized")
+
+
+def _compressed_bytes(how: Mapping[str, Any], inputs: Any, covers: Callable[[str, str], bool]) -> ByteScheme:
+    kind, strategy = how.get("type", "int"), how.get("strategy") or "tensor"
+    reason = "quantized_fp8" if kind == "float" else "quantized_format"
+    _need(how.get("num_bits") == 8 and how.get("symmetric", True), reason)
+    rounding = _rounding(inputs, kind)
+    if strategy == "block":
+        block = how.get("block_structure") or (0, 1)
+        _need(kind == "float" and block[1] % BLOCK == 0, reason)
+        return ByteScheme("fp8_g128", rounding, covers)
+    _need(strategy in ("channel", "tensor"), reason)
+    return ByteScheme("int8_row" if kind == "int" else "fp8", rounding, covers)
+
+
+def _compressed(given: Mapping[str, Any]) -> list[AnyScheme]:
     _need(given.get("quantization_status", "compressed") == "compressed")
     _need((given.get("sparsity_config") or {}).get("format", "dense") == "dense" and not given.get("kv_cache_scheme"))
-    ignored, made = given.get("ignore") or (), []
+    ignored = given.get("ignore") or ()
+    made: list[AnyScheme] = []
     groups = given.get("config_groups") or {}
     _need(bool(groups))
     for each in groups.values():
         _need(isinstance(each, Mapping))
         how = each.get("weights") or {}
-        _need(each.get("input_activations") is None and each.get("output_activations") is None)
-        _need((each.get("format") or given.get("format")) == "pack-quantized")
-        _need(how.get("type", "int") == "int" and how.get("num_bits") in (4, 8))
-        size = how.get("group_size")
-        strategy = how.get("strategy") or ("group" if size not in (None, -1) else "channel")
-        _need(strategy in ("group", "channel", "tensor"))
         targets = each.get("targets") or ["Linear"]
 
         def covers(name: str, kind: str, targets: Sequence[str] = targets) -> bool:
             return _matches(targets, name, kind) and not _matches(ignored, name, kind)
 
+        _need(each.get("output_activations") is None)
+        layout = each.get("format") or given.get("format")
+        if layout in _OF_BYTES:
+            made.append(_compressed_bytes(how, each.get("input_activations"), covers))
+            continue
+        _need(each.get("input_activations") is None and layout == "pack-quantized")
+        _need(how.get("type", "int") == "int" and how.get("num_bits") in (4, 8))
+        size = how.get("group_size")
+        strategy = how.get("strategy") or ("group" if size not in (None, -1) else "channel")
+        _need(strategy in ("group", "channel", "tensor"))
         group = size if strategy == "group" else -1
         made.append(Scheme(how["num_bits"], group, not how.get("symmetric", True), covers))
     return made
@@ -165,22 +233,39 @@ def _bitsandbytes(given: Mapping[str, Any]) -> list[TableScheme]:
     return [TableScheme(name, _BITSANDBYTES_BLOCK, _but(given.get("llm_int8_skip_modules")))]
 
 
-def _rounds_inputs(given: Mapping[str, Any]) -> list[Scheme]:
-    raise NoCounterpart("quantized_activations")
+def _llm_int8(given: Mapping[str, Any]) -> list[ByteScheme]:
+    _need(not given.get("llm_int8_has_fp16_weight"))
+    rounding = InputRounding(InputQuants.INT8_OUTLIERS, float(given.get("llm_int8_threshold", 6.0)))
+    return [ByteScheme("int8_row", rounding, _but(given.get("llm_int8_skip_modules")))]
+
+
+def _fine_grained(given: Mapping[str, Any]) -> list[ByteScheme]:
+    _need(given.get("activation_scheme", "dynamic") == "dynamic", "quantized_activations")
+    block = given.get("weight_block_size", (BLOCK, BLOCK))
+    _need(block is None or block[1] == BLOCK, "quantized_fp8")
+    rounding = InputRounding(InputQuants.FP8_ROW if block is None else InputQuants.FP8_BLOCK)
+    return [ByteScheme("fp8_g128", rounding, _but(given.get("modules_to_not_convert")))]
+
+
+def _fbgemm(given: Mapping[str, Any]) -> list[ByteScheme]:
+    rounding = InputRounding(InputQuants.FP8_ROW, float(given.get("activation_scale_ub", 1200.0)))
+    return [ByteScheme("fp8_g128", rounding, _but(given.get("modules_to_not_convert")))]
 
 
 #: methods whose weights our formats hold -> what reads their config
-_METHODS: dict[str, Callable[[Mapping[str, Any]], Sequence[Scheme | TableScheme]]] = {
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Sequence[AnyScheme]]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
     "torchao": _torchao,
     "bitsandbytes_4bit": _bitsandbytes,
-    "bitsandbytes_8bit": _rounds_inputs,
+    "bitsandbytes_8bit": _llm_int8,
+    "fp8": _fine_grained,
+    "fbgemm_fp8": _fbgemm,
 }
 
 
-def schemes_of(quantized: Mapping[str, Any]) -> Sequence[Scheme | TableScheme]:
+def schemes_of(quantized: Mapping[str, Any]) -> Sequence[AnyScheme]:
     """Return the schemes of a ``quantization_config``.
 
     Raises:
@@ -194,7 +279,7 @@ def schemes_of(quantized: Mapping[str, Any]) -> Sequence[Scheme | TableScheme]:
     return found
 
 
-def repack_empty(model: nn.Module, schemes: Sequence[Scheme | TableScheme]) -> set[str]:
+def repack_empty(model: nn.Module, schemes: Sequence[AnyScheme]) -> set[str]:
     """Replace the layers of a model on the meta device as ``patch()`` will replace those of the checkpoint.
 
     Returns:
@@ -218,7 +303,9 @@ def repack_empty(model: nn.Module, schemes: Sequence[Scheme | TableScheme]) -> s
             if scheme is not None:
                 weight = _empty(scheme.format(linear.in_features), linear.out_features, linear.in_features)
                 formats.add(weight.format.name)
-                layer = PackedLinear(weight, linear.bias)
+                rounding = scheme.rounding if isinstance(scheme, ByteScheme) else None
+                given = weight if rounding is None else RoundedInputWeight(weight, rounding)
+                layer = PackedLinear(given, linear.bias)
                 layer.is_described = True
                 made.append((linear, layer, None))
         return made
@@ -229,7 +316,7 @@ def repack_empty(model: nn.Module, schemes: Sequence[Scheme | TableScheme]) -> s
     return formats
 
 
-def _check_experts(part: ModelInRoles, schemes: Sequence[Scheme | TableScheme], names: Mapping[int, str]) -> None:
+def _check_experts(part: ModelInRoles, schemes: Sequence[AnyScheme], names: Mapping[int, str]) -> None:
     """Raise if the checkpoint quantizes experts, which are not repacked."""
     for layer in part.layers:
         if isinstance(layer.mlp, MoEPart):

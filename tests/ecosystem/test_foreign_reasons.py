@@ -135,13 +135,6 @@ def quanto(directory: Path) -> nn.Module:
     return model
 
 
-def bitsandbytes(directory: Path, **how) -> nn.Module:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from transformers import BitsAndBytesConfig
-
-    return load(directory, quantization_config=BitsAndBytesConfig(**how))
-
-
 def torchao(directory: Path) -> nn.Module:
     library = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     from transformers import TorchAoConfig
@@ -152,11 +145,6 @@ def torchao(directory: Path) -> nn.Module:
 #: what quantizes -> the model, the class that is named, and the code
 QUANTIZED = {
     "quanto": (quanto, "optimum.quanto.", "quantized_format"),
-    "bitsandbytes, 8 bits": (
-        lambda d: bitsandbytes(d, load_in_8bit=True),
-        "bitsandbytes.nn.modules.Linear8bitLt",
-        "quantized_activations",
-    ),
     "torchao with activations": (torchao, "torchao.quantization.", "quantized_activations"),
 }
 

@@ -294,6 +294,82 @@ def test_bitsandbytes_saved_by_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("how", ("file", "recorded"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+def test_llm_int8(dtype, how, tmp_path):
+    """Logits are the package's own, with outliers, as near as its own rounding is."""
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=2.0)  # a random model has no larger inputs
+    small().save_pretrained(tmp_path)
+    stock, model = (load(tmp_path, quantization_config=config, dtype=dtype) for _ in range(2))
+    layers = {name: model.get_submodule(name) for name in projections(model)}
+    weights = {
+        name: functional.int8_vectorwise_dequant(layer.weight.CB, layer.weight.SCB) for name, layer in layers.items()
+    }
+    before, ids = tensors_of(model), prompt(CPU)
+    expected = stock(ids).logits.float()
+    with hidden_files() if how == "recorded" else nullcontext():
+        hf_fastpath.patch(model, quiet=True)
+        for name, weight in weights.items():
+            layer = model.get_submodule(name)
+            assert layer.format.name == "int8_row" and layer.rounding.limit == 2.0
+            torch.testing.assert_close(layer.packed.dequantize(), weight, rtol=2.0**-22, atol=0)
+        with counting(model) as counts:
+            found = model.generate(ids, **SHORT)
+        assert counts.fast == SHORT["max_new_tokens"] and not counts.reasons
+    assert found.shape == stock.generate(ids, **SHORT).shape
+    error = (model(ids).logits.float() - expected).abs().mean() / expected.abs().mean()
+    assert error < 0.03, error  # quants beside a tie differ: its CPU code takes 1 / 127^2 for 6.200124e-05
+    hf_fastpath.unpatch(model)
+    after = tensors_of(model)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert torch.equal(model(ids).logits.float(), expected)
+
+
+@pytest.mark.parametrize("preset", ("FP8_DYNAMIC", "FP8_BLOCK", "W8A8"))
+def test_compressed_tensors_of_bytes(preset, tmp_path):
+    """Activations are rounded as the package rounds them."""
+    quantization = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    scheme, layout = quantization.preset_name_to_scheme(preset, ["Linear"]), "float-quantized"
+    scheme.format = layout = "int-quantized" if preset == "W8A8" else layout
+    config = quantization.QuantizationConfig(
+        config_groups={"all": scheme}, ignore=["lm_head"], format=layout, quantization_status="compressed"
+    )
+    plain = small()
+    quantization.apply_quantization_config(plain, config)
+    for name in projections(plain):
+        module = plain.get_submodule(name)
+        most = 127.5 if preset == "W8A8" else 448
+        if preset == "FP8_BLOCK":
+            blocks = [part.abs().amax() for rows in module.weight.split(128) for part in rows.split(128, 1)]
+            module.weight_scale.data = (torch.stack(blocks) / most).view(module.weight_scale.shape).detach()
+        else:
+            module.weight_scale.data = (module.weight.abs().amax(1, keepdim=True) / most).detach()
+    compressor = compressors.ModelCompressor(quantization_config=config)
+    compressor.compress_model(plain)
+    plain.save_pretrained(tmp_path)
+    compressor.update_config(tmp_path)
+    ids, stock, model = prompt(CPU), load(tmp_path), load(tmp_path)
+    before = tensors_of(model)
+    said = explain(str(tmp_path))
+    assert said.fast and "repacks as" in said.checkpoint, str(said)
+    expected = stock(ids).logits
+    hf_fastpath.patch(model, quiet=True)
+    with counting(model) as counts:
+        found = model.generate(ids, **SHORT)
+    assert counts.fast == SHORT["max_new_tokens"] and not counts.reasons
+    assert torch.equal(found, stock.generate(ids, **SHORT))
+    assert (model(ids).logits - expected).abs().max() < 1e-2 * expected.abs().max()
+    hf_fastpath.unpatch(model)
+    after = tensors_of(model)
+    assert after.keys() == before.keys()
+    for name, each in before.items():
+        assert torch.equal(after[name].view(torch.uint8), each.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("how", ("file", "recorded"))
 def test_lora_over_bitsandbytes(how, tmp_path):
     """QLoRA: the adapters stay as they are, and what they stand around is repacked."""
     peft = pytest.importorskip("peft", reason="peft is not installed")

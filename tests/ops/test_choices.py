@@ -21,6 +21,7 @@ KINDS = [
 #: choice -> the header that C++ has it in, if that is not common/dtype.h
 DEFINED = {
     "PackedFormat": "weights/formats.generated.h",
+    "InputQuants": "fake_quantize/fake_quantize_params.h",
     "GateActivation": "gated_rms_norm/gated_rms_norm_params.h",
     "Rotation": "latent_attention/latent_attention_params.h",
     "Scoring": "choose_experts/choose_experts_params.h",

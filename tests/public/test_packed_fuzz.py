@@ -192,6 +192,7 @@ def test_values_are_within_their_ranges(target):
     file = said["weight_map"]["lm_head.weight"]
     for path, value in (
         *(((*layer, "multiplier"), value) for value in (0.0, -0.5, 3.0, 2.0**128, 1, True, "1.0", 5e-324 * 3)),
+        *(((*layer, "rounding"), value) for value in (None, [], ["fp8_block"], ["none", 0.0], ["int8_outliers", -1.0])),
         *(((*layer, "in_features"), value) for value in (0, -1, 10**30, 112.0, True)),
         *(((*layer, "out_features"), value) for value in (0, -1, 10**30, 204.0, True)),
         *(((*tensor, 0), value) for value in ("float33", "Tensor", "load", 3)),

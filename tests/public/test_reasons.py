@@ -18,6 +18,7 @@ import torch.distributed
 from accelerate import disk_offload
 from accelerate.hooks import attach_align_device_hook
 from causal_lm_types import small_model
+from eight_bits import block_fp8
 from habits import habit_model
 from models import CPU, SHORT, build, counting, prompt, require_native
 from quantized import Linear4bit
@@ -137,6 +138,14 @@ def of_class(name: str, package: str) -> set[str]:
 def of_short_blocks() -> set[str]:
     """Make a projection as bitsandbytes makes it, with a scale for each 32 weights."""
     model, layer = build("llama"), Linear4bit(torch.randn(112, 204), "nf4", 32)
+    model.model.layers[0].mlp.down_proj = layer
+    return declined(model)
+
+
+def of_fixed_scales() -> set[str]:
+    """Make a projection in FP8 whose input is rounded by a scale that the checkpoint holds."""
+    model, (layer, _) = build("llama"), block_fp8(torch.randn(112, 204))
+    layer.activation_scheme = "static"
     model.model.layers[0].mlp.down_proj = layer
     return declined(model)
 
@@ -393,7 +402,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "compressed_tensors": lambda: of_package("compressed_tensors.linear.compressed_linear"),
     "quantized_format": lambda: of_a_checkpoint(bits=3),
     "quantized_blocks": of_short_blocks,
-    "quantized_activations": lambda: of_class("Linear8bitLt", "bitsandbytes"),
+    "quantized_activations": of_fixed_scales,
     "quantized_fp8": lambda: of_package("transformers.integrations.finegrained_fp8", "down_proj"),
     "quantized_kernel": lambda: of_class("MarlinLinear", "gptqmodel"),
     "quantized_in_use": lambda: of_a_checkpoint(linear_mode="inference"),
@@ -533,7 +542,7 @@ NAMES = {
     "quantized_format": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "quantized_order": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "quantized_blocks": "model.layers.0.mlp.down_proj: bitsandbytes.somewhere.Linear4bit",
-    "quantized_activations": "model.layers.0.mlp.down_proj: bitsandbytes.somewhere.Linear8bitLt",
+    "quantized_activations": "model.layers.0.mlp.down_proj: transformers.integrations.finegrained_fp8.FP8Linear",
     "quantized_fp8": "model.layers.0.mlp.down_proj: transformers.integrations.finegrained_fp8.Linear",
     "quantized_kernel": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.MarlinLinear",
     "quantized_in_use": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",

@@ -21,7 +21,7 @@ from hf_fastpath.ops.packed_gemm import SPEC as PACKED_GEMM
 from hf_fastpath.packed_formats import FP4, NF4
 from hf_fastpath.quantization import FORMATS, PackedWeight, quantize
 from hf_fastpath.quantization.formats import unpack
-from hf_fastpath.replacing.repacking import repacked
+from hf_fastpath.replacing.counterparts import repacked
 
 KINDS = ("nf4", "fp4")
 over_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -146,7 +146,7 @@ def of_eight_bits(layer):
         (infinite, "quantized_format"),
         (other_table, "quantized_format"),
         (not_quantized, "quantized_format"),
-        (of_eight_bits, "quantized_activations"),
+        (of_eight_bits, "quantized_format"),
     ),
 )
 def test_what_has_no_counterpart_says_why(change, reason):

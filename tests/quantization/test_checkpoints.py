@@ -17,7 +17,7 @@ from hf_fastpath.linears.packed_linear import PackedLinear
 from hf_fastpath.ops.packed_gemv import SPEC
 from hf_fastpath.quantization import PackedWeight, ReorderedWeight
 from hf_fastpath.reasons import REASONS
-from hf_fastpath.replacing.repacking import repacked
+from hf_fastpath.replacing.counterparts import repacked
 from hf_fastpath.replacing.rewriting import Rewriting
 
 ROWS, COLUMNS = 24, 256
@@ -305,10 +305,6 @@ def activations_of_torchao(case):
     return made
 
 
-def of_eight_bits(case):
-    return of_package("bitsandbytes", "Linear8bitLt", nn.Linear)(8, 8)
-
-
 def zero_of_sixteen(case):
     case.zeros[:] = 16
     return gptq(case, version=1)
@@ -324,7 +320,6 @@ def zero_of_sixteen(case):
         (float_quants, dict(), "quantized_format"),
         (with_adapter, dict(), "quantized_format"),
         (activations_of_torchao, dict(), "quantized_activations"),
-        (of_eight_bits, dict(), "quantized_activations"),
         (lambda case: gptq(case, cls="ExllamaV2Linear"), dict(), "quantized_kernel"),
         (lambda case: gptq(case, cls="MarlinLinear"), dict(), "quantized_kernel"),
         (zero_of_sixteen, dict(), "quantized_format"),

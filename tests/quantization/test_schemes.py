@@ -19,7 +19,7 @@ import hf_fastpath
 from hf_fastpath import compat
 from hf_fastpath.check.explain import explain, explain_config
 from hf_fastpath.errors import NoCounterpart
-from hf_fastpath.replacing.repacking import counterpart
+from hf_fastpath.replacing.counterparts import counterpart
 from hf_fastpath.replacing.schemes import schemes_of
 
 SIZES = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=384)
@@ -35,6 +35,17 @@ def of_compressed(bits=4, group=128, symmetric=False, strategy="group", **change
     scheme = dict(targets=["Linear"], weights=how, input_activations=changes.get("input_activations"))
     made = dict(quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed")
     return made | dict(ignore=["lm_head"], config_groups={"group_0": scheme}) | changes.get("top", {})
+
+
+#: inputs that are rounded by groups of 128
+IN_GROUPS = dict(strategy="group", group_size=128)
+
+
+def of_bytes(kind="float", strategy="channel", inputs=None, layout="float-quantized", **changes) -> dict:
+    how = dict(num_bits=8, type=kind, symmetric=True, strategy=strategy) | changes
+    inputs = dict(num_bits=8, type=kind, strategy="token", dynamic=True, symmetric=True) | (inputs or {})
+    made = of_compressed(top=dict(format=layout))
+    return made | dict(config_groups={"group_0": dict(targets=["Linear"], weights=how, input_activations=inputs)})
 
 
 def of_gptq(bits=4, group=128, symmetric=False, **changes) -> dict:
@@ -111,15 +122,20 @@ def test_a_config_tells_what_the_layers_will(said, make, case):
         (of_gptq(dynamic={"-:.*down.*": {}}), "quantized_format"),
         (of_awq(version="gemv"), "quantized_format"),
         (of_compressed(bits=3), "quantized_format"),
-        (of_compressed(type="float"), "quantized_format"),
         (of_compressed(input_activations=dict(num_bits=8)), "quantized_format"),
         (of_compressed(top=dict(format="int-quantized")), "quantized_format"),
+        (of_bytes(inputs=dict(dynamic=False)), "quantized_activations"),
+        (of_bytes(inputs=dict(symmetric=False)), "quantized_activations"),
+        (of_bytes(inputs=dict(type="int")), "quantized_activations"),
+        (of_bytes(strategy="block", block_structure=[128, 64]), "quantized_fp8"),
+        (dict(quant_method="fp8", activation_scheme="static"), "quantized_activations"),
+        (dict(quant_method="fp8", weight_block_size=[1, 32]), "quantized_fp8"),
         (of_compressed(top=dict(kv_cache_scheme=dict(num_bits=8))), "quantized_format"),
         (of_compressed(top=dict(quantization_status="frozen")), "quantized_format"),
         (of_torchao(kind="Int4WeightOnlyConfig"), "quantized_format"),
         (of_torchao(kind="Int8WeightOnlyConfig", version=1), "quantized_format"),
         (dict(quant_method="torchao", quant_type="int4_weight_only"), "quantized_format"),
-        (dict(quant_method="bitsandbytes", load_in_8bit=True), "quantized_activations"),
+        (dict(quant_method="bitsandbytes", load_in_8bit=True, llm_int8_has_fp16_weight=True), "quantized_format"),
         (dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="int4"), "quantized_format"),
     ),
 )
@@ -137,6 +153,17 @@ def test_what_has_no_counterpart_says_why(said, reason):
         (of_gptq(symmetric=True, static_groups=False, checkpoint_format="gptq", lm_head=False, dynamic={}), "int4"),
         (of_gptq(group=-1, symmetric=True, desc_act=True), "int4"),
         (of_gptq(desc_act=True), "int4"),
+        (of_bytes(), "fp8"),
+        (of_bytes(strategy="tensor"), "fp8"),
+        (of_bytes(kind="int", layout="int-quantized"), "int8_row"),
+        (
+            of_bytes(strategy="block", block_structure=[128, 128], inputs=dict(strategy="group", group_size=128)),
+            "fp8_g128",
+        ),
+        (dict(quant_method="fp8", weight_block_size=[128, 128]), "fp8_g128"),
+        (dict(quant_method="fp8", weight_block_size=None), "fp8_g128"),
+        (dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0), "fp8_g128"),
+        (dict(quant_method="bitsandbytes", load_in_8bit=True), "int8_row"),
         (of_gptq(group=32, desc_act=True), "int4_g32_zeros"),
         (of_gptq(bits=8, group=32, desc_act=True), "int8_g32_zeros"),
         (of_compressed(actorder="group"), "int4"),
@@ -219,10 +246,10 @@ def test_every_method_has_an_answer(method):
         assert found.fast and "repacks as fp4" in found.checkpoint
     elif method in DEQUANTIZED and not torch.cuda.is_available():
         assert found.fast and "dequantizes" in found.checkpoint and found.unsupported is None
+    elif method in ("bitsandbytes_8bit", "fbgemm_fp8"):
+        assert found.fast and f"repacks as {'int8_row' if method[0] == 'b' else 'fp8_g128'}" in found.checkpoint
     elif not torch.cuda.is_available():
-        assert not found.fast and "does not repack" in found.checkpoint
-        rounds = method == "bitsandbytes_8bit"
-        assert ("round their inputs to 8 bits" if rounds else "no exact counterpart") in str(found)
+        assert not found.fast and "does not repack" in found.checkpoint and "no exact counterpart" in str(found)
     json.dumps(found.to_dict())
 
 

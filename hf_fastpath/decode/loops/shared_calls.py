@@ -12,6 +12,7 @@ from ... import compat
 from ...cache.buffers import RING_SLACK
 from ...cache.fastpath_cache import FastpathCache
 from ...reasons import Cause
+from ..model.modules import is_packed
 from ..sources.step_source import StepSource
 from .call_scope import CallScope, scope_here
 from .generate_calls import end_tokens, ends_by_length_or_token
@@ -52,6 +53,8 @@ def why_model_not_shared(state: Patched, part: StepSource) -> str | None:
         return "positions that are counted for all rows alike"
     if part.by_length.is_bounded(1) or part.by_length.is_bounded(2):
         return "steps that differ with the length of the text"
+    if any(is_packed(module) and module.mixes_rows for module in part.module.modules()):
+        return "inputs that are rounded by those of all rows (LLM.int8)"
     return part.proof_reason(state.plans, 2)
 
 

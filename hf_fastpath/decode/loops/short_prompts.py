@@ -21,6 +21,7 @@ from ...ops.kv_cache import KVCache
 from ..calls.named_calls import Call, registers_in
 from ..lower.attend import Attention
 from ..lower.many_experts import waits_for_choice
+from ..lower.prepared_inputs import mixes_rows
 from ..plans.angles import angles_at, has_angles
 from ..run import graph
 from ..sources.step_source import StepSource
@@ -133,6 +134,8 @@ class ShortPrompts:
             _refuse_counting(call, program.size_registers)
             if waits_for_choice(call):
                 raise Unfit("experts that the host waits for")
+            if mixes_rows(call):
+                raise Unfit("inputs that are rounded by those of all tokens")
         last = program.program.register()
         _take_from(program.program.calls, last)
         self._given = [(last, self._last)]

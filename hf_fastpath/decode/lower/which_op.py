@@ -20,14 +20,14 @@ from ...ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS, most_rows
 from ...ops.joined_gemv import MAX_WEIGHTS
 from ...ops.kv_cache import KVCache
 from ...ops.lora_down import MAX_RANKS
-from ...quantization import PackedWeight, ReorderedWeight
+from ...quantization import PackedWeight, ReorderedWeight, RoundedInputWeight
 from ..calls.named_calls import Emit, HeadNorms, Norm, parameters
 from ..model.weight import AdaptedWeight, Adapters, PlainWeight, Weight, has_adapters, joined
 from ..ranks.rank_calls import Shard, gathered, own_inputs, summed
 from . import composed, many_experts, many_rows
 from .attend import attend
 from .formulas import Gated, Mixture, Product, Queries, Scores
-from .reordered import in_one_order, reordered_product
+from .prepared_inputs import prepared_input, prepared_product
 
 
 class Route(NamedTuple):
@@ -102,7 +102,7 @@ class Lower:
 
     def gated(self, x: Any, gate: Weight, up: Weight, activation: Activation, **others: Any) -> Any:
         """Emit a :class:`Gated`."""
-        x, (gate, up), others["norm"] = in_one_order(self, x, (gate, up), others.get("norm"))
+        x, (gate, up), others["norm"] = prepared_input(self, x, (gate, up), others.get("norm"))
         asked = Gated(x, gate, up, activation, **others)
         asked.together = None if asked.has_bias else joined((gate, up))
         return self._by(GATED, asked)
@@ -111,7 +111,7 @@ class Lower:
         self, x: Any, weights: Sequence[Weight], biases: Sequence[Any], store: dict[str, Any], **others: Any
     ) -> Any:
         """Emit :class:`Queries`; return what stands for rotated queries, or None if no row of the table takes them."""
-        x, weights, others["norm"] = in_one_order(self, x, weights, others.get("norm"))
+        x, weights, others["norm"] = prepared_input(self, x, weights, others.get("norm"))
         asked = Queries(x, weights, biases, store, **others)
         is_bare = all(each is None for each in biases) and asked.head_norms is None and not store["cache"].is_paged
         asked.together = joined(weights) if is_bare else None
@@ -121,7 +121,7 @@ class Lower:
         self, x: Any, weights: Sequence[Weight], biases: Sequence[Any], norm: Norm | None, shards: Sequence[Any] = ()
     ) -> list[Any]:
         """Emit products of one input; a single one if the weights lie side by side."""
-        x, weights, norm = in_one_order(self, x, weights, norm)
+        x, weights, norm = prepared_input(self, x, weights, norm)
         together = None if any(each is not None for each in biases) else joined(weights)
         if together is not None:
             return [self.product(x, together, norm=norm)]
@@ -333,7 +333,9 @@ def _is_packed(to: Lower, asked: Product) -> bool:
 PRODUCTS: tuple[Route, ...] = (
     Route("product, and lora_up", lambda to, asked: has_adapters(asked.weight), Lower._adapted),
     Route(
-        "index_select, and the product", lambda to, asked: isinstance(asked.weight, ReorderedWeight), reordered_product
+        "index_select or fake_quantize, and the product",
+        lambda to, asked: isinstance(asked.weight, (ReorderedWeight, RoundedInputWeight)),
+        prepared_product,
     ),
     Route("packed_gemv", lambda to, asked: _is_packed(to, asked) and not to.many, Lower._packed_gemv),
     Route(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...quantization import PackedWeight, ReorderedWeight
+from ...quantization import InputRounding, PackedWeight, ReorderedWeight, RoundedInputWeight
 from .modules import is_packed, is_transposed, weight_and_bias
 
 
@@ -65,7 +65,7 @@ class AdaptedWeight:
         adapters: of all output features each.
     """
 
-    base: PlainWeight | PackedWeight | ReorderedWeight
+    base: PlainWeight | PackedWeight | ReorderedWeight | RoundedInputWeight
     adapters: tuple[Adapter, ...]
 
     @property
@@ -86,7 +86,7 @@ class AdaptedWeight:
         return AdaptedWeight(self.base.rows(first, count), adapters)
 
 
-Weight = PlainWeight | PackedWeight | ReorderedWeight | AdaptedWeight
+Weight = PlainWeight | PackedWeight | ReorderedWeight | RoundedInputWeight | AdaptedWeight
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,14 @@ def order_of(weights: Sequence[Weight]) -> tuple[torch.Tensor, list[PackedWeight
     if not found or len(found) < len(weights) or any(each.order is not found[0].order for each in found):
         return None
     return found[0].order, [each.weight for each in found]
+
+
+def rounding_of(weights: Sequence[Weight]) -> tuple[InputRounding, list[PackedWeight]] | None:
+    """Return how weights of one input have it rounded, and the weights without that; None if there is no such thing."""
+    found = [each for each in weights if isinstance(each, RoundedInputWeight)]
+    if not found or len(found) < len(weights) or any(each.rounding != found[0].rounding for each in found):
+        return None
+    return found[0].rounding, [each.weight for each in found]
 
 
 def halves(weight: Weight) -> list[Weight]:

@@ -32,7 +32,13 @@ _PREFETCHES = {
     ops.packed_gemv.overload: (ops.packed_gemv_swiglu.overload,),
 }
 #: calls that leave memory idle, so that the product in front of them fetches for the product behind them
-_BETWEEN = (ops.rms_norm.overload, ops.sum_ranks.overload, ops.lora_down.overload, ops.lora_up.overload)
+_BETWEEN = (
+    ops.rms_norm.overload,
+    ops.fake_quantize.overload,
+    ops.sum_ranks.overload,
+    ops.lora_down.overload,
+    ops.lora_up.overload,
+)
 
 
 def prefetch_next_weight(listing: CallList, step: Step) -> None:
