@@ -222,7 +222,7 @@ def test_an_interrupt_forgets_the_text(model_type):
     assert torch.equal(ours.generate(prompt(), **{CACHE: cache}, **GREEDY), stock.generate(prompt(), **GREEDY))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @over_types
 def test_half_precision_is_proven(dtype, model_type):
