@@ -44,8 +44,8 @@ LONGEST = ("test_places.py", "test_recorded_over_ranks.py", "test_ranks_that_dif
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that are marked ``full``, and the cases that ``every(n)``, ``each_value`` and ``each_pair`` do not
-    take, unless all are asked for; pytest says how many these are."""
+    """Leave out tests that are marked ``full``, and the cases that ``every(n)``, ``each_value`` and ``each_pair`` do
+    not take, unless all are asked for; pytest says how many these are."""
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
@@ -93,7 +93,9 @@ def sampled(cases: list[pytest.Item]) -> set[pytest.Item]:
 def values_of(case: pytest.Item, together: int) -> set[tuple]:
     """Return what a case has of what a sample has to cover: values of its arguments, or so many of them together, on
     each device."""
-    given = {name: value if isinstance(value, (str, int)) else id(value) for name, value in case.callspec.params.items()}
+    given = {
+        name: value if isinstance(value, (str, int)) else id(value) for name, value in case.callspec.params.items()
+    }
     device = given.pop("device", None)
     return {(device, *each) for each in itertools.combinations(sorted(given.items()), min(together, len(given)))}
 

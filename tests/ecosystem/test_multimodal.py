@@ -76,6 +76,7 @@ def of(model: nn.Module, *media: int, padding: int = 0, seed: int = 0) -> dict[s
     return {name: each.to(model.device) for name, each in inputs.items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_tokens_are_stocks_and_of_our_loop(models, prompt):
     _, stock, ours = models

@@ -165,7 +165,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], None], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ("before", "behind"))
 @pytest.mark.parametrize(("what", "name"), [(what, name) for what, (_, names) in CHANGES.items() for name in names])
 def test_changes_that_no_file_knows(what, name, when):

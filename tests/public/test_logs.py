@@ -61,6 +61,7 @@ def test_nothing_ever_goes_to_stdout(how, capsys, tmp_path):
     assert said.out == "" and "hf_fastpath on llama" in said.err
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
 @pytest.mark.parametrize("architecture", ("gpt2", "llama"))
 def test_warnings_follow_the_verbosity(architecture, level, verbosity, capsys):
