@@ -93,9 +93,8 @@ def sampled(cases: list[pytest.Item]) -> set[pytest.Item]:
 def values_of(case: pytest.Item, together: int) -> set[tuple]:
     """Return what a case has of what a sample has to cover: values of its arguments, or so many of them together, on
     each device."""
-    given = {
-        name: value if isinstance(value, (str, int)) else id(value) for name, value in case.callspec.params.items()
-    }
+    params = case.callspec.params.items()
+    given = {name: value if isinstance(value, (str, int)) else id(value) for name, value in params}
     device = given.pop("device", None)
     return {(device, *each) for each in itertools.combinations(sorted(given.items()), min(together, len(given)))}
 

@@ -361,8 +361,8 @@ def assert_same(recording: Recording, model: nn.Module, passes: Iterable[Pass | 
 
 
 def _written_down(recording: Recording) -> tuple[list[int], list[Any]]:
-    """Return the identities of all that a pass may change of a recording, and these objects, so that none of the numbers
-    stands for a new one meanwhile."""
+    """Return the identities of all that a pass may change of a recording, and these objects, so that meanwhile none of
+    the numbers comes to stand for a new one."""
     held: list[Any] = [recording.logits, *recording.values]
     waiting: list[Any] = [*recording.states, *recording.calls]
     while waiting:

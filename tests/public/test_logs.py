@@ -156,7 +156,7 @@ hf_fastpath.patch(partly_stock())
 """
 
 
-@pytest.mark.parametrize(("level", "warned"), (("error", False), ("info", True), ("", True)))
+@pytest.mark.parametrize(("level", "warned"), (("error", False), ("", True)))
 def test_the_variable_of_transformers(level, warned, tmp_path):
     """Before transformers is imported, and in a program of its own."""
     tests = Path(__file__).resolve().parents[1]
