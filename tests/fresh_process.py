@@ -1,9 +1,9 @@
 """Scripts in processes that have not imported this package: ``run(script)`` is ``python -c script`` without the seconds
 in which torch and transformers are imported.
 
-Each process that runs tests has another one, which has imported these and nothing else, and forks for each script. Where
-there is a GPU, whose driver outlives no fork, Python is started. What a script sets up before transformers or torch is
-imported comes too late here: such a test starts Python itself.
+Each process that runs tests has another one, which has imported these and nothing else, and forks for each script.
+Where there is a GPU, whose driver outlives no fork, Python is started. What a script sets up before transformers or
+torch is imported comes too late here: such a test starts Python itself.
 """
 
 from __future__ import annotations
