@@ -77,7 +77,7 @@ def adapted(model: nn.Module, merged: bool) -> None:
         wrapped.merge_adapter()
 
 
-@pytest.mark.every(4)
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("adapter", (None, "unmerged", "merged"))
 @pytest.mark.parametrize("hidden", (False, True), ids=("file", "no file"))

@@ -84,6 +84,7 @@ def test_round_trip_is_bit_equal(family, size, tmp_path):
             assert (ties[0].weight is ties[1].weight) == was_tied
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("weights", FORMATS)
 def test_every_format_in_half_precision(weights, tmp_path):
     model = hf_fastpath.patch(build("llama").bfloat16(), weights=weights, quiet=True)

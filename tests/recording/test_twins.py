@@ -90,7 +90,7 @@ def model_of(table, model_type):
         pytest.skip(f"the default config makes no model: {type(error).__name__}: {error}")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("table", "model_type"),
     [
