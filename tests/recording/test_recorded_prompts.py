@@ -27,8 +27,8 @@ from hf_fastpath.recording import prompts as recorded_prompts
 from hf_fastpath.recording import whole_step
 from hf_fastpath.recording.skeleton import Skeleton
 
-#: of each test every fourth case; all of them with ``--full``
-pytestmark = pytest.mark.every(4)
+#: of each test every sixth case; all of them with ``--full``
+pytestmark = pytest.mark.every(6)
 
 GREEDY = dict(max_new_tokens=5, do_sample=False)
 #: type -> what there is of it in prompts

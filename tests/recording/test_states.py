@@ -21,8 +21,8 @@ from hf_fastpath.patching.state import state_of
 from hf_fastpath.patching.twin_config import twin_config
 from hf_fastpath.recording.recorded_model import RecordedModel
 
-#: of each test every other case; all of them with ``--full``
-pytestmark = pytest.mark.every(2)
+#: of each test every third case; all of them with ``--full``
+pytestmark = pytest.mark.every(3)
 
 #: type -> what its cache holds
 TYPES = {
