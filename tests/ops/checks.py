@@ -146,19 +146,24 @@ def _same_kind(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.isclose(*special, rtol=0, atol=0, equal_nan=True) & (a.isfinite() == b.isfinite())
 
 
-def assert_matches(spec: OpSpec, sample: Sample, label: str = "") -> torch.Tensor:
+def stock_and_ref(spec: OpSpec, sample: Sample) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what the reference makes of a call in the working dtype and in float64, as :func:`run` does."""
+    return tuple(run(spec, spec.reference, sample.map_tensors(each)) for each in (duplicate, upcast))
+
+
+def assert_matches(spec: OpSpec, sample: Sample, label: str = "", known: tuple | None = None) -> torch.Tensor:
     """Assert the numerics rule on one call, for its result and for the arguments it writes to.
 
     Args:
         spec: the op.
         sample: what the op is called with; stock is called with the same layouts.
         label: how this call differs from the obvious one, for the message.
+        known: the call's :func:`stock_and_ref`, if they have been computed.
 
     Returns:
         The op's result.
     """
-    ref = run(spec, spec.reference, sample.map_tensors(upcast))
-    stock = run(spec, spec.reference, sample.map_tensors(duplicate))
+    stock, ref = known or stock_and_ref(spec, sample)
     mine = ours(spec, sample)
     for name, tensor in mine.items():
         if tensor.element_size() == 1:
@@ -292,7 +297,7 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
     @over_dtypes
     def handles_broadcast_views(device: torch.device, dtype: torch.dtype) -> None:
         """Rows of an argument may be one row repeated with stride 0."""
-        for sample in itertools.islice(made(spec.samples, device, dtype), 6):
+        for sample in itertools.islice(made(spec.samples, device, dtype), 3):
             for name, tensor in tensors(spec, sample).items():
                 if (
                     is_written(spec, name)
@@ -366,15 +371,17 @@ def common_tests(spec: OpSpec, odd_sizes: Samples | None = None) -> dict[str, Ca
                 for name, tensor in got.items():
                     assert same_bits(tensor, expected[name]), f"autocast {region} {describe(spec, sample)}: {name}"
 
-    @pytest.mark.parametrize("threads", (1, 2, 3))
-    def any_thread_count(threads: int) -> None:
+    def any_thread_count() -> None:
         """The rule holds however the work is split, and each split repeats bit for bit."""
-        torch.set_num_threads(threads)
+        counts = {1, 2, 3} - {torch.get_num_threads()}  # all other tests run with these
         for sample in itertools.chain.from_iterable(
             made(f, torch.device("cpu"), torch.float32) for f in (spec.samples, odd_sizes)
         ):
-            first = assert_matches(spec, sample, f"{threads} threads:")
-            assert same_bits(first, ours(spec, sample)["result"])
+            known = stock_and_ref(spec, sample)
+            for threads in counts:
+                torch.set_num_threads(threads)
+                first = assert_matches(spec, sample, f"{threads} threads:", known)
+                assert same_bits(first, ours(spec, sample)["result"])
 
     @over_dtypes
     def replays_in_cuda_graph(cuda: torch.device, dtype: torch.dtype) -> None:
