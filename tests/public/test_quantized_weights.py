@@ -32,7 +32,7 @@ def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(3, 300, (batch, length))
 
 
-@pytest.mark.each_value
+@pytest.mark.every(3)
 @over_formats
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decodes_as_the_dequantized_model(device, family, format):
