@@ -7,6 +7,8 @@ TESTS ?= tests
 JOBS ?= 2
 THREADS = $(if $(filter-out 0 1,$(JOBS)),OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive)
 BIN := $(VENV)/bin
+# What Python compiles is kept, whatever the environment says: tests start more than a hundred processes.
+export PYTHONDONTWRITEBYTECODE :=
 # The CPU build of this torch serves development and CI; a machine with a GPU uses the torch it has (test-gpu).
 TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import gc
+import itertools
 import sys
 import zlib
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,22 +44,20 @@ LONGEST = ("test_places.py", "test_recorded_over_ranks.py", "test_ranks_that_dif
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that are marked ``full``, and all but each n-th case of those marked ``every(n)``, unless all are
-    asked for; pytest says how many these are."""
+    """Leave out tests that are marked ``full``, and the cases that ``every(n)``, ``each_value`` and ``each_pair`` do
+    not take, unless all are asked for; pytest says how many these are."""
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
     known = set(left_out)
-    marked = [item for item in items if item.get_closest_marker("every") is not None and item not in known]
-    marked = [item for item in marked if not any(each.args[0] is True for each in item.iter_markers("skipif"))]
-    totals = Counter((str(item.path), item.originalname) for item in marked)
-    seen: Counter[tuple[str, str]] = Counter()
-    for item in marked:
-        test = str(item.path), item.originalname
-        every = min(item.get_closest_marker("every").args[0], totals[test])
-        if (seen[test] + zlib.crc32(item.originalname.encode())) % every:  # tests of a file take different cases
-            left_out.append(item)
-        seen[test] += 1
+    tests: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        is_skipped = any(each.args[0] is True for each in item.iter_markers("skipif"))
+        if item not in known and not is_skipped and any(map(item.get_closest_marker, SAMPLES)):
+            tests.setdefault((str(item.path), item.originalname), []).append(item)
+    for cases in tests.values():
+        taken = sampled(cases)
+        left_out += [item for item in cases if item not in taken]
     known = set(left_out)
     if (sample := config.getoption("--sample")) > 1:
         left_out += [item for item in items if item not in known and zlib.crc32(item.nodeid.encode()) % sample]
@@ -67,6 +65,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     first = [item for item in items if item not in known and item.path.name in LONGEST]
     items[:] = first + [item for item in items if item not in known and item.path.name not in LONGEST]
     config.hook.pytest_deselected(items=left_out)
+
+
+#: markers of tests of which some cases run -> how many arguments are looked at together; 0 where cases are counted
+SAMPLES = {"each_value": 1, "each_pair": 2, "every": 0}
+
+
+def sampled(cases: list[pytest.Item]) -> set[pytest.Item]:
+    """Return which cases of a test run. Its function may say another thing than its file."""
+    name = next(each.name for each in cases[0].iter_markers() if each.name in SAMPLES)
+    if not SAMPLES[name]:
+        apart = min(cases[0].get_closest_marker(name).args[0], len(cases))
+        first = -zlib.crc32(cases[0].originalname.encode()) % apart  # tests of a file take different cases
+        return set(cases[first::apart])
+    if len(cases) == 1:
+        return set(cases)
+    taken: set[pytest.Item] = set()
+    missing = {case: values_of(case, SAMPLES[name]) for case in cases}
+    while any(missing.values()):
+        best = max(missing, key=lambda case: (len(missing[case]), zlib.crc32(case.nodeid.encode())))
+        taken.add(best)
+        seen = missing.pop(best)
+        missing = {case: values - seen for case, values in missing.items()}
+    return taken
+
+
+def values_of(case: pytest.Item, together: int) -> set[tuple]:
+    """Return what a case has of what a sample has to cover: values of its arguments, or so many of them together, on
+    each device."""
+    params = case.callspec.params.items()
+    given = {name: value if isinstance(value, (str, int)) else id(value) for name, value in params}
+    device = given.pop("device", None)
+    return {(device, *each) for each in itertools.combinations(sorted(given.items()), min(together, len(given)))}
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

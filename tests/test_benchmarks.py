@@ -240,7 +240,7 @@ def test_every_way_over_pages_is_timed(monkeypatch, tmp_path, capsys):
     assert len((tmp_path / "pages.csv").read_text().splitlines()) == 11
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", bench_multimodal.SIZES)
 def test_ours_decodes_behind_an_image(name, monkeypatch, tmp_path):
     """Each size with tiny layers: the image is read, and no token is of stock code's."""

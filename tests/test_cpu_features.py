@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 from hf_fastpath import logs
@@ -190,9 +191,8 @@ print(json.dumps({"used": loader.cpu_choice().used, "made": made}))
 """
 
 
-def _run(value: str, script: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {cpu.VARIABLE: value, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+def _run(value: str, script: str) -> subprocess.CompletedProcess[str]:
+    return fresh_process.run(script, **{cpu.VARIABLE: value})
 
 
 def _need_library() -> None:
@@ -226,7 +226,7 @@ def test_fewer_features_change_kernels_and_no_results():
 )
 def test_unknown_word_is_an_exception(script, error):
     _need_library()
-    result = _run("avx521", f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n{script}")
+    result = _run("avx521", script)
     last = result.stderr.strip().splitlines()[-1]
     assert result.returncode == 1 and "Traceback" in result.stderr, result.stderr[-2000:]
     assert last.startswith(error) or error in result.stderr, last

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 import hf_fastpath
 from hf_fastpath.native import build, build_cache, cpu, loader, toolchain
 
 SCRIPT = """
-import copy, json, sys
+import copy, json
 import torch
-sys.path.insert(0, sys.argv[1])
 import hf_fastpath
 from models import build, prompt
 from parity import assert_same_tokens
@@ -53,10 +51,7 @@ print(json.dumps({"warnings": seen, "strict": strict, "op": out.sum().item(),
 
 def test_without_native_library_everything_is_right(tmp_path):
     """With HF_FASTPATH_NATIVE=0 patch() warns, tokens are stock's, the report says why, and strict raises."""
-    tests = str(Path(__file__).resolve().parent)
-    environment = {**os.environ, "HF_FASTPATH_NATIVE": "0"}
-    command = [sys.executable, "-c", SCRIPT, tests]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    result = fresh_process.run(SCRIPT, cwd=tmp_path, HF_FASTPATH_NATIVE="0")
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.splitlines()[-1])
     first = "hf_fastpath: no compiled kernels for cpu: HF_FASTPATH_NATIVE=0"
@@ -310,8 +305,7 @@ def test_a_truncated_library_is_no_crash(tmp_path):
     path.write_bytes(real.read_bytes())
     build_cache.note_file(path).write_bytes(build_cache.note_file(real).read_bytes())
     os.truncate(path, path.stat().st_size // 2)
-    environment = os.environ | {"HF_FASTPATH_NATIVE": "0"}
-    result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, env=environment)
+    result = fresh_process.run(code, str(path), HF_FASTPATH_NATIVE="0")
     assert result.returncode == 0 and result.stdout.startswith(f"False {path} is damaged"), result.stderr
 
 

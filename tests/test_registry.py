@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -89,7 +90,8 @@ def test_spec_is_consistent(spec):
     for function in (spec.reference, spec.fake, spec.why_not, spec.bytes):
         assert list(function.__code__.co_varnames[: function.__code__.co_argcount]) == names
     for dtype in registry.FLOAT_DTYPES:
-        samples = list(spec.samples(CPU, dtype))
+        few = None if dtype == torch.float32 else 8  # what an argument may be does not depend on the dtype
+        samples = list(itertools.islice(spec.samples(CPU, dtype), few))
         assert len(samples) >= 3
         for sample in samples:
             assert spec.why_not(*sample.args, **sample.kwargs) == []

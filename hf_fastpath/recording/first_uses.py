@@ -18,6 +18,8 @@ from ..decode.state.python_state import Walk
 from .numbers_of_lengths import known
 
 _LENGTHS = torch.SymInt, torch.SymFloat, torch.SymBool
+#: what a recording makes, and nobody else
+_OF_RECORDING = FakeTensor, *_LENGTHS
 _CACHED = functools._lru_cache_wrapper
 #: containers inside of each other, in a cache of a function
 _DEEPEST = 6
@@ -100,7 +102,7 @@ def forget_lengths(modules: Iterable[nn.Module]) -> None:
 
 
 def _is_of_recording(value: Any) -> bool:
-    return isinstance(value, (FakeTensor, *_LENGTHS))
+    return isinstance(value, _OF_RECORDING)
 
 
 def _values(container: Any) -> Collection[Any]:
@@ -133,15 +135,19 @@ def _restore(container: Any, copied: Any) -> None:
 
 
 def _clear(function: Any) -> None:
-    """Empty the cache of a function that holds something of a recording."""
-    waiting, seen = [(function, 0)], set()
-    while waiting:
-        holder, depth = waiting.pop()
-        for each in gc.get_referents(holder):
-            if _is_of_recording(each):
-                function.cache_clear()
-                return
-            is_inside = isinstance(each, (dict, list, tuple)) or type(each).__name__ == "_lru_list_elem"
-            if is_inside and depth < _DEEPEST and id(each) not in seen and each is not function.__dict__:
-                seen.add(id(each))
-                waiting.append((each, depth + 1))
+    """Empty the cache of a function that holds something of a recording.
+
+    Objects are looked at by their types, all of one depth at once: a cache may hold thousands of words.
+    """
+    level, seen = [function], {id(vars(function))}
+    for _ in range(_DEEPEST + 1):
+        held = gc.get_referents(*level)
+        kinds = set(map(type, held))
+        if any(issubclass(kind, _OF_RECORDING) for kind in kinds):
+            function.cache_clear()
+            return
+        inside = {kind for kind in kinds if issubclass(kind, (dict, list, tuple)) or kind.__name__ == "_lru_list_elem"}
+        level = list({id(each): each for each in held if type(each) in inside and id(each) not in seen}.values())
+        seen.update(map(id, level))
+        if not level:
+            return

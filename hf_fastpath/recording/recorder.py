@@ -37,11 +37,12 @@ class Recorder(Notes):
         return compat.RecordingCache(self.skeleton.copy.config, self.append, self.refuse)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with self.quiet():
-            length = self.lengths.size + k.shape[2]
-            all_k, all_v = (each.new_empty(*each.shape[:2], length, each.shape[3]) for each in (k, v))
         if self.is_rehearsing:
             return k, v
+        with self.quiet():
+            length = self.lengths.size + k.shape[2]
+            sizes = [(*each.shape[:2], length, each.shape[3]) for each in (k, v)]
+            all_k, all_v = (self.skeleton.empty(size, each.dtype) for size, each in zip(sizes, (k, v)))
         call = self.emit(marks.append, {"k": k, "v": v, "layer": layer}, [all_k, all_v])
         self._states[self._indices((all_k, all_v))] = call.out, layer
         return all_k, all_v

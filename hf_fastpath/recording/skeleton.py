@@ -6,12 +6,15 @@ import copy
 import functools
 import math
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
 from ..decode.loops.patched import STATE_KEY
@@ -70,9 +73,9 @@ class Skeleton:
         walk = self._walk_of_model() if walk is None else walk
         self._copied = walk
         with torch.inference_mode(False):
-            for tensor in (*model.parameters(), *model.buffers()):
-                if id(tensor) not in memo:
-                    memo[id(tensor)] = self._without_data(tensor)
+            own = {id(each): each for each in (*model.parameters(), *model.buffers())}
+            self._alone = _with_own_memory([*own.values(), *walk.tensors.values()])
+            memo |= {name: self._without_data(each) for name, each in own.items()}
             self.plain = [each for each in walk.tensors.values() if id(each) not in memo]
             elsewhere = next((each for each in self.plain if each.device.type != self.device.type), None)
             if elsewhere is not None:
@@ -165,8 +168,19 @@ class Skeleton:
             arguments[name("position_ids")] = positions
         return self.copy(**arguments).logits
 
+    def empty(self, shape: Sequence[Any], dtype: torch.dtype, strides: Sequence[int] | None = None) -> torch.Tensor:
+        """Return a tensor without data. PyTorch's functions would take as long for it as for ten others: they find out
+        what their result is like, anew for each size that is a symbol."""
+        with _disable_current_modes():
+            how: dict[str, Any] = dict(dtype=dtype, device="meta")
+            made = torch.empty(shape, **how) if strides is None else torch.empty_strided(shape, strides, **how)
+            return FakeTensor(self.mode, made, self.device)
+
     def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        if id(tensor) in self._alone:
+            made = self.empty(tensor.shape, tensor.dtype, tensor.stride())
+        else:
+            made = self.mode.from_tensor(tensor.detach(), static_shapes=True)
         if made.device != self.device:
             with self.mode:
                 made = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=self.device)
@@ -174,6 +188,15 @@ class Skeleton:
             made = nn.Parameter(made, requires_grad=False)
         self.real[id(made)] = tensor
         return made
+
+
+def _with_own_memory(tensors: list[torch.Tensor]) -> set[int]:
+    """Return ids of plain tensors whose memory no other one of these has."""
+    plain = {id(each): each for each in tensors if type(each) in (torch.Tensor, nn.Parameter)}
+    plain = {name: each for name, each in plain.items() if each.layout is torch.strided and not each.is_quantized}
+    plain = {name: each for name, each in plain.items() if not (each.is_conj() or each.is_neg())}
+    memories = Counter(each.untyped_storage()._cdata for each in plain.values())
+    return {name for name, each in plain.items() if memories[each.untyped_storage()._cdata] == 1}
 
 
 def _home(model: nn.Module) -> torch.device:

@@ -71,6 +71,7 @@ def adapted(model: nn.Module, name: str) -> nn.Module:
         return peft.get_peft_model(model, adapters()[name]).eval()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("when", ("before_patch", "after_patch"))
 def test_an_adapter_of_a_listed_family_has_no_reason(name, when):

@@ -49,21 +49,16 @@ def device(request) -> torch.device:
     return torch.device(request.param)
 
 
-#: types that `make test` tries with all that follows; the table of types tries all others
-TYPES = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "paligemma")
-TYPES += (
-    "qwen2_5_vl",
-    "qwen2_audio",
-    "qwen2_vl",
-    "qwen3_5",
-    "qwen3_omni_moe_thinker",
-    "qwen3_vl",
-    "smolvlm",
-    "voxtral",
+#: types that are tried with all that follows; the table of types tries all others
+TYPES = (
+    *("gemma3", "idefics3", "internvl", "llava", "paligemma", "qwen2_5_vl", "qwen2_audio"),
+    *("qwen3_5", "qwen3_omni_moe_thinker", "qwen3_vl", "voxtral"),
 )
+#: and with ``--full`` alone: each is like one of these
+LIKE_OTHERS = ("llava_next", "llava_onevision", "mistral3", "qwen2_vl", "smolvlm")
 
 
-@pytest.fixture(scope="module", params=TYPES)
+@pytest.fixture(scope="module", params=[*TYPES, *(pytest.param(name, marks=pytest.mark.full) for name in LIKE_OTHERS)])
 def models(request, device) -> tuple[str, nn.Module, nn.Module]:
     """A type, a small random model of it, and a patched copy of that."""
     require_native(device)
@@ -76,6 +71,7 @@ def of(model: nn.Module, *media: int, padding: int = 0, seed: int = 0) -> dict[s
     return {name: each.to(model.device) for name, each in inputs.items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_tokens_are_stocks_and_of_our_loop(models, prompt):
     _, stock, ours = models
@@ -238,7 +234,7 @@ def test_a_pipeline_sees(device):
 def test_the_decoder_is_quantized(models):
     """The decoder's linear layers and the head; what reads images and sound is as it was."""
     model_type, stock, _ = models
-    format = list(FORMATS)[TYPES.index(model_type) % len(FORMATS)]
+    format = list(FORMATS)[[*TYPES, *LIKE_OTHERS].index(model_type) % len(FORMATS)]
     ours = hf_fastpath.patch(copy.deepcopy(stock), weights=format, lm_head="int8", quiet=True)
     decoder, head = stock.get_decoder(), stock.get_output_embeddings()
     names = {id(module): name for name, module in stock.named_modules()}

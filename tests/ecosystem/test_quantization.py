@@ -70,6 +70,7 @@ def compressed(model: nn.Module) -> None:
             module.weight_scale.data = module.weight.abs().amax(1, keepdim=True) / 7
 
 
+@pytest.mark.each_value
 @torch.no_grad()
 @pytest.mark.parametrize("when", ("before_patch", "after_patch", "after_generate"))
 @pytest.mark.parametrize("quantize", (stand_in, torchao, quanto, bitsandbytes, compressed), ids=lambda f: f.__name__)

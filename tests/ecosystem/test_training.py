@@ -28,6 +28,7 @@ def policy_step(model: nn.Module, texts: torch.Tensor, optimizer: torch.optim.Op
     model.eval()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checkpointing", (False, True))
 @over_architectures
 def test_generate_train_generate(architecture, checkpointing, device):

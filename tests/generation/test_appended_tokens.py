@@ -79,6 +79,7 @@ def test_logits_of_many_rows(architecture, padded, dtype, cuda, steps_of):
         assert {100, 7, 120, 23} <= set(steps_of)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
 @pytest.mark.parametrize("architecture", ("gpt2", "llama", "mistral"))

@@ -225,6 +225,7 @@ def test_choices_of_a_prompt_lookup(name, device):
     assert counts.fast == found.sequences.shape[1] - 150 and not counts.reasons
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("patched", (True, False), ids=("patched", "stock"))
 def test_choices_of_an_assistant(name, patched, device):

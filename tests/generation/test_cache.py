@@ -140,6 +140,7 @@ class Walk:
         return "to_dynamic, from_dynamic"
 
 
+@pytest.mark.each_value
 @over_kinds
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kv_dtype", LARGEST_QUANT, ids=("int8", "fp8"))

@@ -95,6 +95,7 @@ def assert_same_halves(ours: FastpathCache, stock: Any, what: str = "") -> None:
 # ---- assignments ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @over_edits
 @over_holders
 def test_assigned_halves(holder, edit, device):
@@ -126,6 +127,7 @@ CHANGES: dict[str, Callable[[Any, int], int]] = {
 }
 
 
+@pytest.mark.each_value
 @over_edits
 @over_holders
 def test_what_a_cache_does_after_an_assignment(holder, edit, device):
@@ -332,6 +334,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("write", WRITES)
 @over_holders
 def test_changed_in_place(holder, write, device):
@@ -476,6 +479,7 @@ MODEL_EDITS = {name: EDITS[name] for name in ("crop", "middle", "prefix", "appen
 MODEL_EDITS["scaled"] = lambda t: t.mul_(0.5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("edit", MODEL_EDITS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("length", (WINDOW - 5, 2 * WINDOW + 3))
@@ -513,6 +517,7 @@ def test_forwards_over_an_edited_cache(name, edit, length, device):
             assert mine.get_seq_length() == theirs.get_seq_length()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("edit", MODEL_EDITS)
 @pytest.mark.parametrize("name", MODELS)
 def test_generate_over_an_edited_cache(name, edit, device):
@@ -557,6 +562,7 @@ BATCHES = [(1, 2), (2, 1), (2, 3), (17, 2), (2, 17)]
 LOADED = {**MODELS, "int8": ("llama", {"kv_dtype": "int8"})}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", LOADED)
 @pytest.mark.parametrize("length", (7, 2 * WINDOW + 3))
 def test_another_batch_is_refused(name, length, device):
@@ -618,6 +624,7 @@ def layers_of(decoder) -> Any:
     return decoder.layers if hasattr(decoder, "layers") else decoder.h
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", LOADED)
 def test_a_forward_that_fails_leaves_the_cache_as_it_was(name, place, device):

@@ -211,6 +211,7 @@ def assert_counted(stats, change, tokens: int) -> None:
     assert others == ({reason} if reason not in (None, "unpatched") else set())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("callback", CALLBACKS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_changes_of_the_model(change, callback):
@@ -228,6 +229,7 @@ def test_changes_of_the_model(change, callback):
         assert_same_tokens(ours.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("change", (hook, parameter, values, unpatched), ids=lambda f: f.__name__)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("callback", (criterion, streamer), ids=lambda f: f.__name__)
@@ -240,6 +242,7 @@ def test_every_loop_sees_changes(callback, way, change):
     assert_counted(stats, change, 14)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("turn", (1, 2, 3))
 @pytest.mark.parametrize("change", (hook, parameter), ids=lambda f: f.__name__)
 @pytest.mark.parametrize("way", ("prompt lookup", "sampled prompt lookup"))
@@ -303,6 +306,7 @@ def near_copy(model: nn.Module, patched: bool) -> nn.Module:
     return hf_fastpath.patch(made, quiet=True) if patched else made
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(
     ("names", "stop"),
     [("streamer", "never"), ("logits_processor", "never"), *product(("stopping_criteria", "all"), STOPS)],

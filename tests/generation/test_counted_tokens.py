@@ -146,6 +146,7 @@ def check(name: str, batch: int, most_kinds: int = 1, **options: Any) -> Counts:
     return counts
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ("llama", "gpt2", "glm4", "mamba", "bart", "t5", "llava", "dia"))
 def test_every_mode(name, mode):

@@ -106,6 +106,7 @@ def test_prompt_lookup_across_the_window(device):
     assert_same_tokens(found, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("patched", ("main", "assistant", "both"))
 @over_architectures
 def test_assisted_decoding(architecture, patched, device):

@@ -42,6 +42,7 @@ def same_outcome(stock: nn.Module, ours: nn.Module, *args, **options) -> object:
 # ---- types ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("named", ("input_ids", "attention_mask", "position_ids"))
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int16, torch.uint8, torch.bool, torch.float16, torch.float32))
 @pytest.mark.parametrize("architecture", ("llama", "gpt2"))
@@ -150,6 +151,7 @@ def given_positions(device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", given_positions(CPU))
 @pytest.mark.parametrize("architecture", ROTARY)
 def test_any_position(architecture, name, device):

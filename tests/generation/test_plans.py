@@ -77,6 +77,7 @@ def test_products_are_told_the_next_matrix(device, monkeypatch, weights):
     assert [tensor.data_ptr() for tensor in found] == [tensor.data_ptr() for tensor in expected]
 
 
+@pytest.mark.each_pair
 @over_architectures
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("batch", (1, 5))

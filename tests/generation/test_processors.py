@@ -65,6 +65,7 @@ def test_every_processor_with_an_option_is_here():
 CASES = [(name, sample) for name in PROCESSORS for sample in (True, False) if sample or not name.endswith("Warper")]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{n}-{'sample' if s else 'greedy'}" for n, s in CASES])
 def test_processor_tokens_equal(name, sample, device, monkeypatch):
     """Two padded rows go across the window; if the host chooses, processors are called as often, and the generator ends

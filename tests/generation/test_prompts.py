@@ -32,6 +32,7 @@ def read_lengths(monkeypatch) -> list[int]:
     return lengths
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("padded", (False, True), ids=("plain", "padded"))
 @pytest.mark.parametrize("length", (1, 2, 17, 130))
 @pytest.mark.parametrize(

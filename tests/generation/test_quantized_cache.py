@@ -39,6 +39,7 @@ def mean_errors(stock, ours, name, text, prompt_len, **given) -> tuple[float, fl
     return tuple((logits.double() - ref.double()).abs().mean().item() for logits in (found, same))
 
 
+@pytest.mark.each_value
 @over_names
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_as_near_as_stocks(family, name, device):

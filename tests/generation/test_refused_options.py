@@ -87,7 +87,7 @@ def answer(model: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any]) -
         return type(error), str(error)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("batch", (1, 2))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_words(name, batch):

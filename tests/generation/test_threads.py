@@ -54,6 +54,7 @@ def sequences(found):
     return found if isinstance(found, torch.Tensor) else found.sequences
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("first", WAYS)
 @pytest.mark.parametrize("second", WAYS)
 def test_a_second_call_does_not_wait(first, second, device):

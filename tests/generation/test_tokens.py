@@ -216,6 +216,7 @@ def test_sampling_tokens_equal(options, device):
         assert_same_tokens(found, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     (

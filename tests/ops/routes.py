@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from checks import is_native
@@ -15,7 +15,6 @@ from checks import is_native
 from hf_fastpath.native import loader
 from hf_fastpath.registry import OpSpec
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = "HF_FASTPATH_CPU"
 
 over_instruction_sets = pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
@@ -27,9 +26,11 @@ def run_limited(spec: OpSpec, file: str, isa: str, *arguments: object) -> None:
         pytest.skip("no library for the CPU")
     if isa == "avx512" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         pytest.skip("this CPU has no AVX-512: it would run what avx2 runs")
-    environment = os.environ | {LIMIT: isa, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, file, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    script = (
+        f"import runpy, sys; sys.path.insert(0, {str(Path(file).parent)!r}); "
+        f"runpy.run_path({file!r}, run_name='__main__')"
+    )
+    result = fresh_process.run(script, *map(str, arguments), **{LIMIT: isa})
     assert result.returncode == 0, result.stderr[-2000:]
 
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
 CALLS = 150
 #: samples of each op to start from
 SAMPLES = 6
@@ -30,8 +29,8 @@ WORDS = ("", "none", "rms", "layer", "silu", "gelu_new")
 )
 def test_fuzzed_arguments_crash_nothing(checked, device):
     """Ops are called as users call them, and as a decode plan does, where only the library's own checks are left."""
-    command = [sys.executable, str(Path(__file__)), device.type, str(int(checked))]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=580, cwd=ROOT)
+    script = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+    result = fresh_process.run(script, device.type, str(int(checked)), timeout=580)
     last = (result.stdout.splitlines() or ["nothing"])[-1]
     assert result.returncode == 0, f"exit status {result.returncode} in {last}\n{result.stderr[-2000:]}"
     took, refused = map(int, last.split())
@@ -142,6 +141,6 @@ def fuzz(device: torch.device, is_checked: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(Path(__file__).parent))
     with torch.no_grad():
         fuzz(torch.device(sys.argv[1]), sys.argv[2] == "1")

@@ -100,6 +100,7 @@ def assert_like(expected, given, op, rows):
     return found
 
 
+@pytest.mark.each_value
 @over_dtypes
 @over_sizes
 def test_chosen_experts_match_the_reference(dtype, sizes):
@@ -127,6 +128,7 @@ def test_experts_of_other_shards_add_nothing(dtype, sizes, biases):
     assert not torch.equal(found, given["residual"])
 
 
+@pytest.mark.each_value
 @over_dtypes
 @over_sizes
 def test_routed_experts_match_the_reference(dtype, sizes):

@@ -77,7 +77,7 @@ def adapted(model: nn.Module, merged: bool) -> None:
         wrapped.merge_adapter()
 
 
-@pytest.mark.every(4)
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("adapter", (None, "unmerged", "merged"))
 @pytest.mark.parametrize("hidden", (False, True), ids=("file", "no file"))
@@ -165,7 +165,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], None], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ("before", "behind"))
 @pytest.mark.parametrize(("what", "name"), [(what, name) for what, (_, names) in CHANGES.items() for name in names])
 def test_changes_that_no_file_knows(what, name, when):

@@ -157,6 +157,7 @@ def over(names: tuple[str, ...]) -> Any:
     return pytest.mark.parametrize("name", [pytest.param(*pair[:1], marks=pair[1]) for pair in zip(names, full)])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @over(LISTED)
 def test_changed_before_patch(name, edit):
@@ -165,7 +166,7 @@ def test_changed_before_patch(name, edit):
     check(stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True))
 
 
-@pytest.mark.every(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @over((*LISTED, "glm4", "bart"))
 def test_changed_between_calls(name, edit):
@@ -191,7 +192,7 @@ def test_a_cache_of_the_users_own(name, edit):
         assert found == expected and (cache is own or isinstance(found, str))
 
 
-@pytest.mark.every(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ((0,), (1,), (0, 1), (1, 0)), ids=str)
 @pytest.mark.parametrize("part", ("layer", "layer elsewhere", "attention", "mlp", "norm", "decoder", "head"))
 @pytest.mark.parametrize("name", ("llama", "glm4"))
@@ -226,6 +227,7 @@ def test_modules_of_two_models(name, part, order):
     assert [[answer(each, length)[0] for each in ours] for length in LENGTHS] == expected
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("name", ("llama", "glm4", "bart"))
 @pytest.mark.parametrize(
     ("options", "code"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from models import ARCHITECTURES, CPU, TINY_PYTHON, require_native, tokenizer
@@ -246,5 +247,8 @@ def test_importing_the_package_registers_its_ops(torch_first):
     imports = ["import torch", "import hf_fastpath"]
     code = "; ".join([*(imports if torch_first else imports[::-1]), "print(torch.ops.hf_fastpath.fused_gelu)"])
     root = str(Path(cli.__file__).parents[2])
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    if torch_first:
+        result = fresh_process.run(code)
+    else:
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert result.stdout.strip() == "hf_fastpath.fused_gelu", result.stderr

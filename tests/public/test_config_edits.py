@@ -82,7 +82,7 @@ def cases() -> list:
     ]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("family", "entries", "when"), cases())
 def test_shapes_are_those_of_modules(family, entries, when, device):
     require_native(device)
@@ -95,6 +95,7 @@ def test_shapes_are_those_of_modules(family, entries, when, device):
     assert_same_tokens(found, edited(stock, entries).generate(**given, **SHORT), stock)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("family", ("llama", "gpt2", "phi3", "glm4", "deepseek_v3"))
 def test_layers_that_only_the_config_tells_of(family, when, device):
@@ -112,6 +113,7 @@ def test_layers_that_only_the_config_tells_of(family, when, device):
         assert_same_tokens(found, expected, stock)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("family", ("llama", "gemma2", "qwen3"))
 def test_fewer_layers(family, when, device):

@@ -175,6 +175,7 @@ def two_layers(config):
     return config
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", TYPES)
 def test_explain_a_config_of_every_sort(kind):
     """Each says in words what it is, and no type of model ends in an error."""

@@ -37,6 +37,7 @@ def decode_modules(model: nn.Module) -> list[str]:
     return [name for name in dict.fromkeys(called) if called.count(name) == 3]
 
 
+@pytest.mark.each_value
 @over_architectures
 @pytest.mark.parametrize("kind", ("forward_hook", "forward_pre_hook", "instance_forward", "replaced", "opaque"))
 def test_every_child_may_have_a_life_of_its_own(kind, architecture, device):
@@ -135,6 +136,7 @@ OPAQUE = {
 }
 
 
+@pytest.mark.each_value
 @torch.no_grad()
 @pytest.mark.parametrize("when", ("before_patch", "after_generate"))
 @pytest.mark.parametrize(("architecture", "name"), [(a, name) for a, names in OPAQUE.items() for name in names])
@@ -170,6 +172,7 @@ class LoraLinear(nn.Linear):
         return super().forward(x) + (x @ self.down.T) @ self.up.T
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ("before_patch", "after_patch", "after_generate"))
 @pytest.mark.parametrize("target", ("q_proj", "o_proj", "up_proj", "down_proj", "lm_head"))
 def test_lora_like_projection(target, when, device):
@@ -213,6 +216,7 @@ def replaced_forward(real, wraps: bool):
     return functools.wraps(real)(forward) if wraps else forward
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("wraps", (False, True))
 @pytest.mark.parametrize("when", ("before_patch", "after_generate"))
 @pytest.mark.parametrize(

@@ -326,6 +326,7 @@ def decoded_logits(model: nn.Module, text: torch.Tensor, prefill: int) -> torch.
     return torch.stack(out.logits, dim=1)
 
 
+@pytest.mark.each_value
 @over_architectures
 @pytest.mark.parametrize("with_loss", (False, True))
 def test_trainers_autocast_of_a_float32_model(with_loss, architecture, device):
@@ -383,6 +384,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("wrap", "name"), WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("when", ("before_patch", "after_patch"))
 def test_wrapper_and_model_inside_are_one(when, wrap, name, device, one_process):

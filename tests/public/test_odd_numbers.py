@@ -106,7 +106,7 @@ FACTORS = (
 )
 
 
-@pytest.mark.every(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("implementation", ("sdpa", "eager"))
 @pytest.mark.parametrize("value", (None, 0, 0.0, -1.5, 2, 3.0), ids=repr)
 @pytest.mark.parametrize(("name", "entry"), FACTORS)
@@ -131,6 +131,7 @@ def test_models_that_are_made_so(name, entry, value, implementation):
     assert [answer(ours, length) for length in (7, 20)] == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("value", (0.0, 0, -30.0, float("nan"), torch.tensor(30.0), True), ids=repr)
 @pytest.mark.parametrize("name", ("gemma2", "gemma3_text"))
 def test_a_soft_cap_that_is_none(name, value):

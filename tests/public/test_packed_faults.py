@@ -8,8 +8,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import textwrap
 import threading
@@ -18,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import filelock
+import fresh_process
 import pytest
 import torch
 from models import build, prompt, require_native
@@ -145,6 +144,7 @@ def quick(tmp_path) -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("over", "lasts", "make"),
     ((True, True, Killed), (True, False, no_space), (True, True, no_space), (False, True, Killed)),
@@ -231,14 +231,7 @@ def test_a_process_that_ends_in_a_save(saves, quick):
                 os._exit(0)
             print(at, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
-    here = str(Path(__file__).parent)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((here, str(Path(here).parent)))}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(saves["old"]), str(quick), here],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    done = fresh_process.run(textwrap.dedent(script), str(saves["old"]), str(quick), str(Path(__file__).parent))
     assert done.returncode == 0, done.stderr
     ended = dict(map(int, line.split()) for line in done.stdout.splitlines())
     assert len(ended) > 6 and set(ended.values()) == {9}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from models import SHORT, assert_same_instances, build, instances, prompt, require_native
@@ -64,6 +63,7 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
     assert hf_fastpath.report(model).stats["fallback_tokens"] == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", ("5GB", "70KB"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_is_bit_equal(family, size, tmp_path):
@@ -84,6 +84,7 @@ def test_round_trip_is_bit_equal(family, size, tmp_path):
             assert (ties[0].weight is ties[1].weight) == was_tied
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("weights", FORMATS)
 def test_every_format_in_half_precision(weights, tmp_path):
     model = hf_fastpath.patch(build("llama").bfloat16(), weights=weights, quiet=True)
@@ -441,7 +442,7 @@ def test_memory_never_holds_the_unquantized_weights(tmp_path):
             work()
             return 1024 * (kilobytes("VmHWM") - before)
 
-        sizes = dict(hidden_size=1024, num_attention_heads=16, intermediate_size=4096, num_hidden_layers=6)
+        sizes = dict(hidden_size=1024, num_attention_heads=16, intermediate_size=4096, num_hidden_layers=4)
         small = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes | dict(num_hidden_layers=1))).eval()
         hf_fastpath.patch(small, weights="int4", quiet=True)
         small.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)  # what loads once
@@ -457,9 +458,7 @@ def test_memory_never_holds_the_unquantized_weights(tmp_path):
     """
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("no /proc: the peak cannot be seen")
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True
-    )
+    done = fresh_process.run(textwrap.dedent(script), str(tmp_path))
     assert done.returncode == 0, done.stderr
     full, saving, loading = map(int, done.stdout.split())
     packed = sum(path.stat().st_size for path in tmp_path.glob("packed*"))

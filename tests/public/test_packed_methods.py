@@ -83,6 +83,7 @@ def models() -> dict[str, tuple]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_refuses_before_it_changes_anything(family, name, models):
@@ -120,7 +121,7 @@ WORKS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", WORKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_works_as_stock_does_with_these_layers(family, name):
@@ -142,7 +143,7 @@ def test_works_as_stock_does_with_these_layers(family, name):
     assert len(others) == (name == "a new head") and not packed_in(model)
 
 
-@pytest.mark.every(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_casts(family, dtype):
@@ -162,6 +163,7 @@ def test_casts(family, dtype):
     assert hf_fastpath.verify(model, given, max_new_tokens=8).ok
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", (400, 50))
 def test_a_head_of_its_own_type_is_resized(family, tokens):

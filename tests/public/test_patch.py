@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from faults import PATCH, Fault, places
@@ -59,8 +58,7 @@ def test_unpatch_restores_everything(architecture, device):
 
 
 SAMPLE_SCRIPT = """
-import copy, gc, sys
-sys.path.insert(0, sys.argv[1])
+import copy, gc
 from transformers.generation import GenerationMixin
 import torch
 torch.set_num_threads(1)
@@ -111,8 +109,7 @@ print("beneath")
 def test_generation_mixin_is_restored(tmp_path):
     """In a separate process, the wrapper goes with the last patched model, unpatched or forgotten."""
     require_native(CPU)
-    command = [sys.executable, "-c", SAMPLE_SCRIPT, str(ROOT / "tests")]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = fresh_process.run(SAMPLE_SCRIPT, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.splitlines() == ["restored", "beneath"]
 

@@ -32,6 +32,7 @@ def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(3, 300, (batch, length))
 
 
+@pytest.mark.every(3)
 @over_formats
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decodes_as_the_dequantized_model(device, family, format):
@@ -47,6 +48,7 @@ def test_decodes_as_the_dequantized_model(device, family, format):
         torch.testing.assert_close(ours(want).logits, same(want).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.each_value
 @over_formats
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_half_precision_within_stocks_error(device, format, dtype):

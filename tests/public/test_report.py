@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 from models import CPU, SHORT, build, counting, fresh, prompt, require_native
 
@@ -59,8 +58,7 @@ def test_report_contents(device, capsys):
 
 
 STOCK_LOOPS = """
-import sys, warnings
-sys.path.insert(0, sys.argv[1])
+import warnings
 import torch
 torch.set_num_threads(1)
 import hf_fastpath
@@ -82,8 +80,7 @@ def test_stock_loop_is_counted(tmp_path):
     """In a separate process, where no other model has brought the wrapper, stock's tokens count, and our layers and
     cache serve them."""
     require_native(CPU)
-    command = [sys.executable, "-c", STOCK_LOOPS, str(ROOT / "tests")]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = fresh_process.run(STOCK_LOOPS, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.splitlines() == ["0 16 {'hooks': 2}", "0 16 {'partial_patch': 2}"]
 

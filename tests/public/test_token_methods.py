@@ -167,6 +167,7 @@ def own(method, name=METHODS[0]):
     return stock, hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
 @pytest.mark.parametrize("what", ASKED)
 def test_own_method_is_asked_for_every_token(what, padded):

@@ -72,6 +72,7 @@ def test_modes_are_obeyed(mode, kind):
     assert tokens(again) == plain
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ("llama", "glm4"))
 @pytest.mark.parametrize(
     "harmless",
@@ -109,6 +110,7 @@ REPLACED = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ("llama", "glm4"))
 @pytest.mark.parametrize("name", REPLACED)
 def test_replaced_functions_are_obeyed(name, kind, monkeypatch):

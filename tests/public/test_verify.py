@@ -41,6 +41,7 @@ def test_verify_on_the_trained_model(device):
     assert hf_fastpath.report(ours).loop == "fast"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("architecture", ("gpt2", "mistral"))
 def test_verify_rows(architecture, dtype, device):
@@ -113,6 +114,7 @@ def right_result(device: torch.device):
     return hf_fastpath.verify(build("mistral").to(device), prompt(device, 1, 20), max_new_tokens=6)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("break_it", "rows"), WRONG.values(), ids=WRONG)
 def test_verify_sees_a_wrong_model(break_it, rows, monkeypatch, device):
     """A fault is reported in the rows that it touches, and is not averaged away."""

@@ -92,6 +92,7 @@ def _drop_layer(model: nn.Module) -> None:
         model.config.layer_types = model.config.layer_types[:1]
 
 
+@pytest.mark.each_pair
 @over_architectures
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("warm", (False, True), ids=("before_generate", "after_generate"))

@@ -102,7 +102,7 @@ def cases() -> list[tuple[str, str, str]]:
     return found + [(*each, WHEN[place % len(WHEN)]) for place, each in enumerate(others)]
 
 
-@pytest.mark.every(3)
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:hf_fastpath:UserWarning")
 @pytest.mark.parametrize(("family", "change", "when"), cases())
 def test_what_is_no_tensor_is_not_read(family, change, when):

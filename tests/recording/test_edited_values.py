@@ -34,7 +34,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "closure": lambda: own_model("Enclosed"),
 }
 #: edits of each model in every run, and with ``--full``
-_EDITS, _MANY_EDITS = 12, 60
+_EDITS, _MANY_EDITS = 6, 60
 
 Place = tuple[Any, ...]
 

@@ -73,11 +73,11 @@ def test_attention_over_what_an_encoder_has_read(model_type):
 def test_encoders_and_decoders_of_different_depths(model_type, layers):
     """The cache has as many layers as the decoder, whatever the config tells."""
     count = layers.get("decoder_layers", layers.get("num_decoder_layers"))
-    stock = small_model(model_type, **layers)
-    part = part_of(stock)
-    assert len(part.kinds) == len(part.layers) == len(part.recording(1, 1).encoded) == count
     require_native(CPU)
+    stock = small_model(model_type, **layers)
     ours = hf_fastpath.patch(small_model(model_type, **layers), quiet=True)
+    part = state_of(ours).plans.part_of(ours)
+    assert len(part.kinds) == len(part.layers) == len(part.recording(1, 1).encoded) == count
     inputs = encoder_decoder_types.output(stock, 2, 9, 3) | {"decoder_input_ids": encoder_decoder_types.start(2)}
     for beams in (1, 3):
         options = dict(max_new_tokens=6, do_sample=False, num_beams=beams)

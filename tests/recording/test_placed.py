@@ -79,6 +79,7 @@ def assert_placed(model) -> None:
                         assert part.read_at(tensor) == stage.device, call
 
 
+@pytest.mark.every(2)
 @over_types(_USUAL)
 def test_a_step_moves_from_device_to_device(apart, model_type):
     stock, ours = patched(model_type)

@@ -92,6 +92,7 @@ def _turn_around(model):
     model.model.layers._modules = dict(zip("01", [*model.model.layers][::-1]))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "edited", (_others("_parameters"), _hook, _turn_around), ids=("parameters", "hooks", "modules")
 )

@@ -560,6 +560,7 @@ def test_attention_gives_features_side_by_side():
     assert recording.fact(recording.calls[-2].out).shape == (1, 1, HEADS * DIM)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(("batch", "query_len"), ((3, 1), (1, 4), (2, 3)))
 @pytest.mark.parametrize("rotation", ROTATIONS, ids=lambda each: each.__name__)
 def test_all_passes_on_a_layer_of_several_tokens(rotation, batch, query_len):

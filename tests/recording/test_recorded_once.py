@@ -93,6 +93,7 @@ def test_never_for_stock_code(model_type, recordings):
         assert not recordings and not state_of(model).stats.fast_tokens, name  # report() would look at the model
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_once_for_our_loops(model_type, recordings):
     model = patched(model_type)

@@ -26,6 +26,7 @@ from recordings import (
     tensors_in,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, chunked_causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -73,6 +74,26 @@ def test_the_models_own_tensors_are_in_the_calls(model_type):
     found = tensors_in(recording)
     assert all(id(each) in own for each in found), "a copy, or a tensor without data"
     assert {own[id(each)] for each in found} >= set(dict(model.named_parameters())), "every weight is read"
+
+
+def test_tensors_without_data_are_like_the_models_own():
+    """Sizes, strides, types and what shares memory with what."""
+    model = small_model("glm4").bfloat16()
+    inner = model.model
+    inner.register_buffer("table", torch.randn(3, 8, dtype=torch.complex64).mT)
+    inner.register_buffer("row", inner.table[2])
+    inner.wide = torch.randn(4, 1).expand(4, 6)
+    inner.numbers = inner.register_buffer("bytes", torch.zeros(5, dtype=torch.uint8)) or inner.bytes[1:3]
+    copied = Skeleton(model).copy
+    pairs = [*zip(model.parameters(), copied.parameters()), *zip(model.buffers(), copied.buffers())]
+    pairs += [(getattr(inner, name), getattr(copied.model, name)) for name in ("wide", "numbers")]
+    for one, other in pairs:
+        assert type(other) is FakeTensor and isinstance(other, nn.Parameter) == isinstance(one, nn.Parameter)
+        facts = [(each.shape, each.stride(), each.dtype, each.device) for each in (one, other)]
+        assert facts[0] == facts[1]
+    for one, other in (("table", "row"), ("bytes", "numbers")):
+        memory = [getattr(copied.model, each).untyped_storage()._cdata for each in (one, other)]
+        assert memory[0] == memory[1], "what is written to one of them is read from the other"
 
 
 def test_tied_weights_are_one_tensor():

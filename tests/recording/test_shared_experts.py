@@ -53,6 +53,7 @@ def record_mixture(batch=1, query_len=1, width=2 * INNER, bias=False, activation
     return recorded(lambda m, x, *_: mixture(m, x, **options), batch, query_len, shared=Shared(width, bias), **inside)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(
     "total",
     (lambda routed, shared: routed + shared, lambda routed, shared: shared + routed),

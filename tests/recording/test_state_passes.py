@@ -36,6 +36,7 @@ FOUND = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model_type", FOUND)
 @pytest.mark.parametrize("batch", (1, 3))
 def test_states_of_a_family(batch, model_type):

@@ -21,8 +21,8 @@ from hf_fastpath.patching.state import state_of
 from hf_fastpath.patching.twin_config import twin_config
 from hf_fastpath.recording.recorded_model import RecordedModel
 
-#: of each test every other case; all of them with ``--full``
-pytestmark = pytest.mark.every(2)
+#: of each test every third case; all of them with ``--full``
+pytestmark = pytest.mark.every(3)
 
 #: type -> what its cache holds
 TYPES = {
@@ -222,7 +222,7 @@ def test_an_interrupt_forgets_the_text(model_type):
     assert torch.equal(ours.generate(prompt(), **{CACHE: cache}, **GREEDY), stock.generate(prompt(), **GREEDY))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @over_types
 def test_half_precision_is_proven(dtype, model_type):

@@ -54,6 +54,7 @@ def check(expected, found):
     return [counts for _, counts in found]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", HABITS)
 def test_habits(name):
     """Stock's tokens on both sides of every bound; fast, where the habit can be written down."""

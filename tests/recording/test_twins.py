@@ -90,7 +90,7 @@ def model_of(table, model_type):
         pytest.skip(f"the default config makes no model: {type(error).__name__}: {error}")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("table", "model_type"),
     [
@@ -126,7 +126,7 @@ SMALL = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("kind", "model_type"), [(kind, each) for kind in SMALL for each in SMALL[kind].split()])
 def test_twins_of_small_models(kind, model_type, monkeypatch):
     """A twin decodes as stock does, with the same logits but for rounding: tokens alone would not show an activation,

@@ -58,7 +58,7 @@ def values_of(model: nn.Module) -> list:
     return plan._values
 
 
-@pytest.mark.every(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_of_all_kinds(kind, name):
