@@ -1,0 +1,8 @@
+// Written by the build (hf_fastpath/native/generated.py) from hf_fastpath/packed_formats.py.
+#include "packed_experts/packed_experts_kernel.cuh"
+
+namespace hf_fastpath {
+
+template void launch_packed_experts_format<PackedFormat::kInt4G32>(const PackedExpertsProduct&, cudaStream_t);
+
+}  // namespace hf_fastpath
