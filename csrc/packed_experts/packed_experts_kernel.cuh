@@ -335,6 +335,8 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
   using X = ExpertsX<T, kFormat, kColumns>;
   constexpr int kX = X::kX, kDepth = kExpertsDepth<T, kFormat>;
   constexpr int kTile = kGated ? kMmaRows / 2 : kMmaRows;  // features of a tile
+  // Quants are asked for before x is there; with zeros registers are too few for both.
+  constexpr bool kStartsEarly = !Traits<kFormat>::kHasZeros;
   extern __shared__ __align__(16) char experts_x[];
   __shared__ float sums[kExpertsWarps][kX][kMmaRows], undo[kX];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, g = lane / 4, q = lane % 4;
@@ -392,7 +394,7 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     float total[4] = {};
 #pragma unroll 1
     for (int phase = 0; phase < blocks; phase += phase_blocks) {
-      start(phase);
+      if constexpr (kStartsEarly) start(phase);
       if (is_first || has_phases) {
         if (is_first && !kGated) wait_for_previous_kernel();  // for x
         if (!is_first) __syncthreads();                       // all warps are done with the x before
@@ -400,6 +402,7 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
         __syncthreads();  // x and what undoes its factors
         is_first = false;
       }
+      if constexpr (!kStartsEarly) start(phase);
       const int end = part(phase, split + 1);
       float accumulators[4] = {};
 #pragma unroll 1
