@@ -92,7 +92,9 @@ def is_mxfp4(module: nn.Module) -> bool:
     cls = type(module)
     if (cls.__module__, cls.__name__) != ("transformers.integrations.mxfp4", "Mxfp4GptOssExperts"):
         return False
-    return all(_blocks(module, name) is not None for name in (GATE_UP, DOWN))
+    found = [_blocks(module, name) for name in (GATE_UP, DOWN)]
+    # 255 is NaN in the format's specification, and 2^128 in transformers, which float32 does not have
+    return all(each is not None and not bool((each[1] == 255).any()) for each in found)
 
 
 def _blocks(module: nn.Module, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
