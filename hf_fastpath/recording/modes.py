@@ -319,10 +319,11 @@ def _packed_experts_forward(recorder: Recorder, path: str) -> Callable[..., Any]
     real = recorder.skeleton.model.get_submodule(path)
     assert isinstance(real, PackedExperts)
     biases = dict(zip(("gate_up_bias", "down_bias"), real.biases))
-    given = {name: each for name, each in biases.items() if each is not None} | {
-        f"{role}_weight": recorder.skeleton.quantized[f"{path}.{name}"].unflatten(0, (real.num_experts, -1))
-        for role, name in (("gate_up", GATE_UP), ("down", DOWN))
-    }
+    given: dict[str, Any] = {name: each for name, each in biases.items() if each is not None}
+    with compat.without_modes():
+        for role, name in (("gate_up", GATE_UP), ("down", DOWN)):
+            stack = recorder.skeleton.quantized[f"{path}.{name}"]
+            given[f"{role}_weight"] = stack.unflatten(0, (real.num_experts, -1))
     given |= {each.name: getattr(real.how, each.name) for each in fields(real.how)}
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
