@@ -11,8 +11,8 @@ zeros are separate tensors, so that a kernel reads each of them as one unbroken 
   32-bit little-endian words of four or eight neighboring weights each, the first weight in the lowest bits. A block has
   four sub-blocks of 32 weights, whose words take turns: word ``4 w + s`` is the ``w``-th word of sub-block ``s``. So 16
   bytes hold one word of each sub-block, and a lane that reads every fourth word reads one sub-block.
-* scales, float16, or of tables float32 or a byte that is a power of two (e8m0) [rows, groups], and zeros, uint8 [rows, groups]; the padding of a block is quants
-  of value zero.
+* scales, float16, or of tables float32 or a byte that is a power of two (e8m0), [rows, groups], and zeros, uint8 [rows,
+  groups]; the padding of a block is quants of value zero.
 * multiplier, a power of two for the whole matrix: it keeps the scales in float16's normal range.
 
 What a row of :data:`FORMATS` says is all that Python, the portable kernels and the docs know of a format. Kernels for
@@ -157,7 +157,8 @@ class Format:
             f"group is {self.group}, expected {' or '.join(map(str, groups))} weights": self.group in groups,
             f"the table has {len(self.table)} values, expected {16 * is_table}": len(self.table) == 16 * is_table,
             f"steps is {self.steps}, expected up to {MOST_STEPS} of a table": 0 <= self.steps <= MOST_STEPS * is_table,
-            f"values of a table are up to {MOST_STEPS} steps": not is_table or max(map(abs, self.table), default=0) <= most,
+            f"values of a table are up to {MOST_STEPS} steps": not is_table
+            or max(map(abs, self.table), default=0) <= most,
             "a table is of four bits, without zeros": not is_table or (self.bits, self.zeros) == (4, ZeroPoints.NONE),
             "values of a table are float32, one of them 0": not is_table or _is_table(self.table),
             f"zero is {self.zero} and not fixed": self.zero == 0 or self.zeros is ZeroPoints.FIXED,

@@ -29,7 +29,9 @@ def with_dequantized(stock: nn.Module, patched: nn.Module) -> nn.Module:
         at, _, attribute = name.rpartition(".")
         if isinstance(stack := getattr(made.get_submodule(at), attribute), nn.Parameter):  # of a mixture's experts
             weight = packed.packed.dequantize(stack.dtype).unflatten(0, (len(stack), -1))
-            setattr(made.get_submodule(at), attribute, nn.Parameter(weight if weight.shape == stack.shape else weight.mT))
+            setattr(
+                made.get_submodule(at), attribute, nn.Parameter(weight if weight.shape == stack.shape else weight.mT)
+            )
             continue
         linear = made.get_submodule(name)
         weight = packed.packed.dequantize(linear.weight.dtype)

@@ -102,7 +102,8 @@ Tensor fused_experts_cpu(const Tensor& x, const Tensor& expert_ids, const Tensor
                     "hf_fastpath::fused_experts: residual differs from x in dtype or shape");
   }
   const Tensor ids = hf_fastpath::contiguous(expert_ids), weights = hf_fastpath::contiguous(expert_weights);
-  const ExpertPairs pairs = sorted_pairs(ids.const_data_ptr<int64_t>(), ids.size(0), top_k, num_experts, kMaxRows);
+  const ExpertPairs pairs =
+      sorted_pairs(ids.const_data_ptr<int64_t>(), ids.size(0), top_k, num_experts, kMaxRows);
 
   const int64_t count = pairs.count(), x_stride = row_stride(hidden_size);
   const int64_t spare = transposed ? experts_spare_columns(count, hidden_size, width)

@@ -2,12 +2,11 @@
 // Work split: of the sum, a thread an output.
 // Traffic: rows * top_k * hidden_size * 4 bytes, which lie in L2.
 // Roofline: latency.
-#include "packed_experts/packed_experts.h"
-
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
+#include "packed_experts/packed_experts.h"
 
 namespace hf_fastpath {
 namespace {
@@ -45,9 +44,8 @@ __global__ void __launch_bounds__(kSumThreads) packed_experts_sum_kernel(const P
 }  // namespace
 
 void launch_packed_experts(const PackedExpertsProduct& params, cudaStream_t stream) {
-  with_format(params.matrix.format, [&](auto format) {
-    launch_packed_experts_format<decltype(format)::value>(params, stream);
-  });
+  with_format(params.matrix.format,
+              [&](auto format) { launch_packed_experts_format<decltype(format)::value>(params, stream); });
 }
 
 void launch_packed_experts_sum(const PackedExpertsSum& p, cudaStream_t stream) {

@@ -83,20 +83,21 @@ void apply_gate(const PackedGate& how, const Tensor& both, const Tensor& hidden)
 
 }  // namespace
 
-Tensor packed_experts_cpu(
-    const Tensor& raw, const Tensor& expert_ids, const Tensor& expert_weights, const Tensor& gate_up_quants,
-    const Tensor& gate_up_scales, const std::optional<Tensor>& gate_up_zeros, double gate_up_multiplier,
-    int64_t gate_up_format, const Tensor& down_quants, const Tensor& down_scales,
-    const std::optional<Tensor>& down_zeros, double down_multiplier, int64_t down_format,
-    const std::optional<Tensor>& residual, int64_t activation, const std::optional<Tensor>& gate_up_bias,
-    const std::optional<Tensor>& down_bias, bool alternating, double alpha, double limit, int64_t norm,
-    const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double norm_eps,
-    bool /*programmatic_launch*/) {
+Tensor packed_experts_cpu(const Tensor& raw, const Tensor& expert_ids, const Tensor& expert_weights,
+                          const Tensor& gate_up_quants, const Tensor& gate_up_scales,
+                          const std::optional<Tensor>& gate_up_zeros, double gate_up_multiplier,
+                          int64_t gate_up_format, const Tensor& down_quants, const Tensor& down_scales,
+                          const std::optional<Tensor>& down_zeros, double down_multiplier,
+                          int64_t down_format, const std::optional<Tensor>& residual, int64_t activation,
+                          const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
+                          bool alternating, double alpha, double limit, int64_t norm,
+                          const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                          double norm_eps, bool /*programmatic_launch*/) {
   const PackedExpertsShape shape =
       packed_experts_shape(raw, expert_ids, expert_weights, gate_up_quants, down_quants);
   const PackedGate gate = packed_gate(activation, alternating, alpha, limit);
-  const int64_t rows = shape.rows, top_k = shape.top_k, hidden_size = shape.hidden_size,
-                width = shape.width, num_experts = shape.num_experts;
+  const int64_t rows = shape.rows, top_k = shape.top_k, hidden_size = shape.hidden_size, width = shape.width,
+                num_experts = shape.num_experts;
   const DType dtype = dtype_of(raw, kOp);
   check_packed_bias(gate_up_bias, raw, num_experts, 2 * width, "gate_up_bias");
   check_packed_bias(down_bias, raw, num_experts, hidden_size, "down_bias");

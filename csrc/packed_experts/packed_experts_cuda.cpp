@@ -41,15 +41,16 @@ struct PackedStack {
 
 }  // namespace
 
-Tensor packed_experts_cuda(
-    const Tensor& x, const Tensor& expert_ids, const Tensor& expert_weights, const Tensor& gate_up_quants,
-    const Tensor& gate_up_scales, const std::optional<Tensor>& gate_up_zeros, double gate_up_multiplier,
-    int64_t gate_up_format, const Tensor& down_quants, const Tensor& down_scales,
-    const std::optional<Tensor>& down_zeros, double down_multiplier, int64_t down_format,
-    const std::optional<Tensor>& residual, int64_t activation, const std::optional<Tensor>& gate_up_bias,
-    const std::optional<Tensor>& down_bias, bool alternating, double alpha, double limit, int64_t norm,
-    const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double norm_eps,
-    bool programmatic_launch) {
+Tensor packed_experts_cuda(const Tensor& x, const Tensor& expert_ids, const Tensor& expert_weights,
+                           const Tensor& gate_up_quants, const Tensor& gate_up_scales,
+                           const std::optional<Tensor>& gate_up_zeros, double gate_up_multiplier,
+                           int64_t gate_up_format, const Tensor& down_quants, const Tensor& down_scales,
+                           const std::optional<Tensor>& down_zeros, double down_multiplier,
+                           int64_t down_format, const std::optional<Tensor>& residual, int64_t activation,
+                           const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
+                           bool alternating, double alpha, double limit, int64_t norm,
+                           const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                           double norm_eps, bool programmatic_launch) {
   const DeviceGuard guard(x);
   const PackedExpertsShape shape =
       packed_experts_shape(x, expert_ids, expert_weights, gate_up_quants, down_quants);
@@ -109,8 +110,8 @@ Tensor packed_experts_cuda(
   d.features = static_cast<int>(shape.hidden_size);
   d.dtype = dtype;
   d.aligned = starts_access(d.x) && shape.width * element_size(dtype) % 16 == 0;
-  const Tensor products = torch::stable::new_empty(input, {shape.rows, shape.top_k, shape.hidden_size},
-                                                   ScalarType::Float);
+  const Tensor products =
+      torch::stable::new_empty(input, {shape.rows, shape.top_k, shape.hidden_size}, ScalarType::Float);
   d.out = products.data_ptr();
   launch_packed_experts(d, stream);
 

@@ -3,6 +3,8 @@
 
 namespace hf_fastpath {
 
-template void launch_packed_experts_format<PackedFormat::kInt4G32>(const PackedExpertsProduct&, cudaStream_t);
+constexpr PackedFormat kMade = PackedFormat::kInt4G32;
+
+template void launch_packed_experts_format<kMade>(const PackedExpertsProduct&, cudaStream_t);
 
 }  // namespace hf_fastpath

@@ -3,6 +3,8 @@
 
 namespace hf_fastpath {
 
-template void launch_packed_experts_format<PackedFormat::kInt8>(const PackedExpertsProduct&, cudaStream_t);
+constexpr PackedFormat kMade = PackedFormat::kInt8;
+
+template void launch_packed_experts_format<kMade>(const PackedExpertsProduct&, cudaStream_t);
 
 }  // namespace hf_fastpath

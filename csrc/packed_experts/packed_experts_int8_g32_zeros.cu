@@ -3,6 +3,8 @@
 
 namespace hf_fastpath {
 
-template void launch_packed_experts_format<PackedFormat::kInt8G32Zeros>(const PackedExpertsProduct&, cudaStream_t);
+constexpr PackedFormat kMade = PackedFormat::kInt8G32Zeros;
+
+template void launch_packed_experts_format<kMade>(const PackedExpertsProduct&, cudaStream_t);
 
 }  // namespace hf_fastpath

@@ -107,7 +107,7 @@ void launch_typed(const PackedMatrix& matrix, const void* quants, int64_t k, int
     HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
   };
   return with_gpu_format(matrix.format,
-                     [&](auto tag) { return run(packed_dequantize_kernel<T, decltype(tag)::value>); });
+                         [&](auto tag) { return run(packed_dequantize_kernel<T, decltype(tag)::value>); });
 }
 
 }  // namespace

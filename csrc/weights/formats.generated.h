@@ -20,11 +20,11 @@ struct PackedTraits {
   PackedZeros zeros;
   int zero;  // the quant of kFixed
   PackedScales scales;
-  int scale_bytes;   // of a scale
-  bool has_kernels;  // of its own, beside those that read any format
+  int scale_bytes;    // of a scale
+  bool has_kernels;   // of its own, beside those that read any format
   bool gpu_products;  // kernels of products on a GPU read it; else those of experts alone
-  int steps;         // of kTable: 1 is so many steps
-  float table[16];   // of kTable: the values
+  int steps;          // of kTable: 1 is so many steps
+  float table[16];    // of kTable: the values
 };
 
 // By number in ops' schemas: hf_fastpath/choices.py has the names.

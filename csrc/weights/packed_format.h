@@ -75,7 +75,8 @@ struct Traits {
   static_assert(kHasTable ? (kTogether == 2 && kScaleBytes == 4) || (kEachSubBlock && kScaleBytes == 1)
                           : kTogether != 2 && kScaleBytes == 2,
                 "values of a table, and no others, have scales in float32, of 64 weights, or bytes, of 32");
-  static_assert(!has_gpu_products(kFormat) || kScaleBytes != 1, "on a GPU experts alone have scales in bytes");
+  static_assert(!has_gpu_products(kFormat) || kScaleBytes != 1,
+                "on a GPU experts alone have scales in bytes");
   static_assert(kBits == 8 || kBits == 4, "kernels unpack quants of 8 and of 4 bits");
   static_assert(kIsFloat == kScalesSums && (kBits == 8 || !kIsFloat), "floats are e4m3, with a scale a row");
   static_assert(kBits == 4 || traits_of(kFormat).zeros != PackedZeros::kFixed,

@@ -74,11 +74,12 @@ constexpr int kTableTerms = kIsZeroByte<kFormat, 1, 0> && kIsZeroByte<kFormat, 1
 
 // Whether places are the values' own bits, as floats of 4 bits: no table is looked up.
 template <PackedFormat kFormat>
-constexpr bool kIsMinifloat = traits_of(kFormat).values == PackedValues::kTable &&
-                              TableHalves<kFormat>::is_minifloat();
+constexpr bool kIsMinifloat =
+    traits_of(kFormat).values == PackedValues::kTable && TableHalves<kFormat>::is_minifloat();
 constexpr float kMinifloatUnit = 0x1p-14f;
 
-// The values of a word's eight such quants in units of kMinifloatUnit: pair i has those of quants i and i + 4.
+// The values of a word's eight such quants in units of kMinifloatUnit: pair i has those of quants i and i
+// + 4.
 __device__ __forceinline__ void minifloat_pairs(uint32_t word, uint32_t (&pairs)[4]) {
   constexpr uint32_t kMagnitudes = 0x0e000e00u, kSigns = 0x80008000u;
   pairs[0] = (word << 9 & kMagnitudes) | (word << 12 & kSigns);

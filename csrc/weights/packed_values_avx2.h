@@ -18,8 +18,8 @@ HF_INLINE float scale_to_float(uint8_t byte) {
   return value;
 }
 HF_INLINE __m256 powers_of_two(__m128i bytes) {
-  return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23),
-                                              _mm256_set1_epi32(0x00400000)));
+  return _mm256_castsi256_ps(
+      _mm256_max_epi32(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23), _mm256_set1_epi32(0x00400000)));
 }
 
 // The zeros of a block's sub-blocks, as 16 bytes of 8-bit quants want them: four a sub-block.

@@ -29,7 +29,9 @@ template void launch_packed_format<kMade>(const GemvParams&, int, const PackedMa
 
 namespace hf_fastpath {
 
-template void launch_packed_experts_format<{enumerator}>(const PackedExpertsProduct&, cudaStream_t);
+constexpr PackedFormat kMade = {enumerator};
+
+template void launch_packed_experts_format<kMade>(const PackedExpertsProduct&, cudaStream_t);
 
 }  // namespace hf_fastpath
 """,
@@ -67,11 +69,11 @@ struct PackedTraits {
   PackedZeros zeros;
   int zero;  // the quant of kFixed
   PackedScales scales;
-  int scale_bytes;   // of a scale
-  bool has_kernels;  // of its own, beside those that read any format
+  int scale_bytes;    // of a scale
+  bool has_kernels;   // of its own, beside those that read any format
   bool gpu_products;  // kernels of products on a GPU read it; else those of experts alone
-  int steps;         // of kTable: 1 is so many steps
-  float table[16];   // of kTable: the values
+  int steps;          // of kTable: 1 is so many steps
+  float table[16];    // of kTable: the values
 };
 
 // By number in ops' schemas: hf_fastpath/choices.py has the names.

@@ -1,5 +1,4 @@
-"""The chosen experts of a mixture whose weights are quantized, for one to sixteen rows; only the weights of these experts
-are read."""
+"""The chosen experts of a mixture with quantized weights, for one to sixteen rows; only these experts' are read."""
 
 from __future__ import annotations
 
@@ -70,8 +69,8 @@ def reference(
         [..., hidden_size] in x's dtype, contiguous. The result of an expert's activation is rounded to that dtype.
 
     Raises:
-        OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or a format or the activation is
-            unknown.
+        OpInputError: shapes, dtypes or devices do not fit, there are more than 16 rows, or a format or the activation
+            is unknown.
 
     Source: ``fused_experts`` over ``PackedWeight.dequantize()`` of the chosen experts.
     """

@@ -25,7 +25,7 @@ from ..native import heap, loader
 from ..ops import packed_gemv
 from ..progress import counted
 from ..quantization.formats import FORMATS, Format, PackedWeight, ReorderedWeight, pack, padded
-from .experts import is_mxfp4, repacked_experts, restoring
+from .mxfp4_experts import is_mxfp4, repack_experts
 from .quantizing import Replaced, places_of
 from .rewriting import Restoring, Rewriting
 
@@ -240,7 +240,10 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
     if device not in packed_gemv.native or not loader.is_native(device):
         return
     if has_experts:
-        _repack_experts(model, replaced, quiet)
+        first, start = len(replaced), time.monotonic()
+        repack_experts(model, replaced, quiet)
+        if not quiet and len(replaced) > first:
+            logs.say(_announcement(replaced[first:], time.monotonic() - start))
         if not any(map(family_of, model.modules())):
             return
     known = structural.known_for(model, architectures())
@@ -263,26 +266,6 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
                 note(module, reason)
         return
     _remove_hooks(model, hooks)
-    if not quiet and len(replaced) > first:
-        logs.say(_announcement(replaced[first:], time.monotonic() - start))
-
-
-def _repack_experts(model: nn.Module, replaced: list[Replaced], quiet: bool) -> None:
-    """Replace experts in MXFP4 by ours, one module after the other."""
-    places, first, start = places_of(model), len(replaced), time.monotonic()
-    found = [module for module in model.modules() if is_mxfp4(module) and hook_of(module) is None]
-    with counted(len(found), "hf_fastpath: repacking experts", quiet) as bar, heap.repacking():
-        for module in found:
-            restore = restoring(module)
-            with torch.inference_mode(False), torch.no_grad():
-                packed = repacked_experts(module, model.dtype)
-            done = Replaced(module, packed, places[id(module)], restore)
-            for parent, name in done.places:
-                parent._modules[name] = packed
-            replaced.append(done)
-            if packed.quants.device.type == "cpu":
-                heap.give_back()
-            bar.update()
     if not quiet and len(replaced) > first:
         logs.say(_announcement(replaced[first:], time.monotonic() - start))
 

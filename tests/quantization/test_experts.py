@@ -17,6 +17,7 @@ from hf_fastpath import traffic
 from hf_fastpath.linears.packed_experts import PackedExperts
 from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.packed_formats import FORMATS
+from hf_fastpath.replacing.mxfp4_experts import repacked_experts
 
 FORMAT = "int4_g32"
 
@@ -161,7 +162,9 @@ def test_mxfp4_is_taken_over_and_given_back(device):
     assert not experts_in(packed)
     after = packed.state_dict()
     assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype for name, tensor in before.items())
+    assert all(
+        torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype for name, tensor in before.items()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -177,8 +180,6 @@ def test_mxfp4_has_the_values_of_transformers(dtype):
         )
         for name in ("gate_up_proj", "down_proj")
     }
-    from hf_fastpath.replacing.experts import repacked_experts
-
     made = repacked_experts(module, dtype)
     for name, weight in (("gate_up_proj", made.stacks.gate_up), ("down_proj", made.stacks.down)):
         values = weight.dequantize(dtype).unflatten(0, (config.num_local_experts, -1)).mT

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 
 from ...choices import Activation, NormKind, PackedFormat, Scoring
@@ -10,6 +13,8 @@ from ...ops import choose_experts, packed_experts
 from ...ops.gemv import MAX_ROWS
 from ...ops.norm import normed
 from ...quantization import FORMATS, PackedWeight
+from . import composed
+from .formulas import Mixture
 
 
 def routed_and_weights(
@@ -49,8 +54,8 @@ def routed_and_weights(
     sum_eps: float = 0.0,
     programmatic_launch: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run ``ops.packed_experts`` on ``norm(x)`` with the experts and weights that ``ops.choose_experts`` makes of logits,
-    [..., num_experts], for any number of rows.
+    """Run ``ops.packed_experts`` on ``norm(x)`` with the experts and weights that ``ops.choose_experts`` makes of
+    logits, [..., num_experts], for any number of rows.
 
     Returns:
         The output, and the experts' weights, float32 [rows, top_k].
@@ -114,3 +119,14 @@ def _stacks(first: tuple, second: tuple, x: torch.Tensor) -> PackedStacks:
 
 #: what runs mixtures with quantized experts, for any number of rows
 OF_PACKED = (routed_and_weights, of_choices)
+
+
+def packed_mixture(to: Any, asked: Mixture) -> Any:
+    """Emit a :class:`Mixture` over quantized weights; ``to`` is a ``which_op.Lower``."""
+    given = {name: each for name, each in asked.given.items() if name not in ("transposed", "concatenated")}
+    stacks = PackedStacks(given.pop("gate_up_weight"), given.pop("down_weight"))
+    if asked.op is composed.run_experts:
+        return to.emit(of_choices, stacks=stacks, **given)
+    given["first_expert"] = given.get("first_expert") or 0
+    both = to.emit(routed_and_weights, stacks=stacks, **given, programmatic_launch=to.early)
+    return both if asked.op is composed.experts_and_weights else to.emit(operator.getitem, both, 0)

@@ -7,7 +7,6 @@ takes what is asked for makes it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ import torch
 from ... import ops
 from ...choices import Activation
 from ...compat import ShardStyle
-from ...linears.packed_experts import PackedStacks
 from ...ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS, most_rows
 from ...ops.joined_gemv import MAX_WEIGHTS
 from ...ops.kv_cache import KVCache
@@ -26,9 +24,10 @@ from ...quantization import PackedWeight, ReorderedWeight
 from ..calls.named_calls import Emit, HeadNorms, Norm, parameters
 from ..model.weight import AdaptedWeight, Adapters, PlainWeight, Weight, has_adapters, joined
 from ..ranks.rank_calls import Shard, gathered, own_inputs, summed
-from . import composed, many_experts, many_rows, packed_experts
+from . import composed, many_experts, many_rows
 from .attend import attend
 from .formulas import Gated, Mixture, Product, Queries, Scores
+from .packed_experts import packed_mixture
 from .reordered import in_one_order, reordered_product
 
 
@@ -313,19 +312,6 @@ class Lower:
         how = dict(programmatic_launch=self.early) if "programmatic_launch" in parameters(asked.op) else {}
         return self.emit(asked.op, **asked.given, **how)
 
-    def _packed_experts(self, asked: Mixture) -> Any:
-        given = dict(asked.given)
-        stacks = PackedStacks(given.pop("gate_up_weight"), given.pop("down_weight"))
-        given = {name: each for name, each in given.items() if name not in ("transposed", "concatenated")}
-        if asked.op is composed.run_experts:
-            return self.emit(packed_experts.of_choices, stacks=stacks, **given)
-        given["first_expert"] = given.get("first_expert") or 0
-        early = dict(programmatic_launch=self.early)
-        both = self.emit(packed_experts.routed_and_weights, stacks=stacks, **given, **early)
-        if asked.op is composed.experts_and_weights:
-            return both
-        return self.emit(operator.getitem, both, 0)
-
     def _experts_of_many(self, asked: Mixture) -> Any:
         given = dict(asked.given)
         x = self.input_behind(given.pop("x"), given.pop("norm", None))
@@ -408,11 +394,7 @@ ATTENTION: tuple[Route, ...] = (
 )
 #: experts, see :class:`Mixture`
 EXPERTS: tuple[Route, ...] = (
-    Route(
-        "choose_experts, and packed_experts",
-        lambda to, asked: isinstance(asked.given["down_weight"], PackedWeight),
-        Lower._packed_experts,
-    ),
+    Route("packed_experts", lambda to, asked: isinstance(asked.given["down_weight"], PackedWeight), packed_mixture),
     Route("routed_experts, or fused_experts", lambda to, asked: to.rows <= MAX_ROWS, Lower._experts_of_few),
     Route("choose_experts, and products of each expert's rows", lambda to, asked: True, Lower._experts_of_many),
 )

@@ -114,8 +114,8 @@ def stacked_experts(recording: Recording, model: nn.Module) -> None:
 
 
 def formula_of(module: nn.Module, stacks: compat.ExpertStacks) -> dict[str, Any] | None:
-    """Return arguments of ``ops.fused_experts``, besides weights, with which the op computes what a module does; None if
-    there are none."""
+    """Return arguments of ``ops.fused_experts``, besides weights, with which the op computes what a module does; None
+    if there are none."""
     if compat.loops_over_experts(module) and not _gathers(module, stacks):
         return None
     return next(_formulas(module, stacks), None)
