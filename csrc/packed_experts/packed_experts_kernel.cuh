@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
 #pragma unroll
         for (int d = 0; d < kDepth; ++d) {
           if (block + d >= end) break;
+          rows.load_zeros(some[d], block + d);
           add_stack_block<T, kFormat>(some[d], of_lane + (block + d - phase) * (kBlockUnits * 16),
                                       column >= 0, accumulators);
           if (block + d + kDepth < end) rows.load(some[d], block + d + kDepth);

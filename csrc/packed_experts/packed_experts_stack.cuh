@@ -74,7 +74,14 @@ struct StackRows {
       } else {
         to.scales[h].x = __ldg(reinterpret_cast<const uint16_t*>(from));
       }
-      if constexpr (Of::kHasZeros) {
+    }
+  }
+
+  // Zeros take registers once they are needed alone: they are where those of the block before were.
+  __device__ __forceinline__ void load_zeros(Block& to, int block) const {
+    if constexpr (Of::kHasZeros) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
         const uint8_t* const of_block = zeros[h] + block * Of::kZerosPerBlock;
         to.zeros[h] = Of::kZerosPerBlock == 4 ? __ldg(reinterpret_cast<const uint32_t*>(of_block))
                                               : static_cast<uint32_t>(__ldg(of_block));

@@ -74,8 +74,7 @@ constexpr int kTableTerms = kIsZeroByte<kFormat, 1, 0> && kIsZeroByte<kFormat, 1
 
 // Whether places are the values' own bits, as floats of 4 bits: no table is looked up.
 template <PackedFormat kFormat>
-constexpr bool kIsMinifloat =
-    traits_of(kFormat).values == PackedValues::kTable && TableHalves<kFormat>::is_minifloat();
+constexpr bool kIsMinifloat = has_table(kFormat) && TableHalves<kFormat>::is_minifloat();
 constexpr float kMinifloatUnit = 0x1p-14f;
 
 // The values of a word's eight such quants in units of kMinifloatUnit: pair i has those of quants i and i
