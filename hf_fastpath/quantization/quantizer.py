@@ -41,14 +41,15 @@ def quantize(weight: torch.Tensor, format: Format) -> PackedWeight:
         if not math.isfinite(largest):
             raise ValueError("the weights hold infinities or NaN, which no quantized format has: mend them first")
         takes_largest = format.is_table and format.scale_dtype == "float32"  # such a scale needs no multiplier
-        # a power of two is exact as it is
-        plain = 0.0 if takes_largest or format.scale_dtype == "e8m0" else largest / format.highest
+        plain = 0.0 if takes_largest else largest / format.highest
         multiplier = 2.0 ** (math.frexp(plain)[1] - _LARGEST_SCALE) if plain else 1.0
         width = padded(weight.shape[1])
         rows = max(1, _PIECE // max(width, 1))
         each = _look_up_rows if takes_largest else _quantize_rows
         pieces = [each(piece, format, width, multiplier) for piece in weight.split(rows)]
         quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in zip(*pieces))
+        if format.scale_dtype == "e8m0":  # whose range is that of float32
+            scales, multiplier = (scales.int() + (math.frexp(multiplier)[1] - 1)).clamp_(0, 254).to(torch.uint8), 1.0
     return PackedWeight(format, weight.shape[1], quants, scales, zeros, multiplier)
 
 
