@@ -13,10 +13,10 @@ constexpr int kExpertsThreads = kExpertsWarps * kWarpSize;
 constexpr int kExpertsBlocks = 2;                   // an SM: leaves 128 registers a thread
 constexpr int kBlockUnits = int(kPackedBlock) / 8;  // 16 bytes of B each, of eight values
 
-// Blocks of quants of both rows that a lane has in flight: 16 warps an SM have 48 or 64 KB then.
+// Blocks of quants of both rows that a lane has in flight, as many as registers hold: 16 warps an SM have 48
+// or 64 KB then, but for formats with zeros.
 template <class T, PackedFormat kFormat>
-constexpr int kExpertsDepth =
-    kBits<kFormat> == 4 ? (sizeof(T) == 2 ? 3 : 2) : (Traits<kFormat>::kHasZeros ? 1 : 2);
+constexpr int kExpertsDepth = (kBits<kFormat> == 4 && sizeof(T) == 2 ? 3 : 2) - Traits<kFormat>::kHasZeros;
 
 // Rows of x that columns of B are, of which there are one or eight; and blocks of k that shared memory holds.
 template <class T, int kColumns>
