@@ -224,21 +224,21 @@ def samples(device: torch.device, dtype: torch.dtype):
         return Sample(randn(1, rows, hidden_size), ids, weights, *stacks, *below, added, **options)
 
     oss = dict(alternating=True, biases=True, activation=Activation.CLAMPED_SWIGLU)
-    for format in FORMATS:
-        yield call(format, 1, 2, 4, 48, 37, residual=True)
-        yield call(format, 1, 8, 12, 256, 96, programmatic_launch=True)
-        yield call(format, 1, 4, 6, 360, 264, residual=True, programmatic_launch=True, **oss)
-        yield call(format, 3, 2, 5, 130, 40, activation=Activation.GELU_TANH, biases=True)
     names = list(FORMATS)
     for place, format in enumerate(names):
         other = names[(place + 1) % len(names)]  # of down
+        yield call(format, 1, 4, 6, 360, 264, residual=True, programmatic_launch=True, **oss)
         rms = dict(norm=NormKind.RMS, norm_weight=randn(136), norm_eps=1e-5)
         yield call(format, 1, 3, 8, 136, 24, residual=True, down=other, programmatic_launch=True, **rms)
+        yield call(format, 9, 2, 3, 80, 56, residual=True)
+    for format, other in (("int4_g32", "int8"), ("mxfp4", "int4_g32_zeros")):
+        yield call(format, 1, 2, 4, 48, 37, residual=True)
+        yield call(format, 1, 8, 12, 256, 96, programmatic_launch=True)
+        yield call(format, 3, 2, 5, 130, 40, activation=Activation.GELU_TANH, biases=True)
         offset = dict(norm=NormKind.RMS_OFFSET, norm_weight=randn(72), norm_eps=1e-6)
-        yield call(format, 2, 2, 4, 72, 64, activation=Activation.GELU, alternating=True, **offset)
+        yield call(format, 2, 2, 4, 72, 64, activation=Activation.GELU, alternating=True, down=other, **offset)
         layer = dict(norm=NormKind.LAYER, norm_weight=randn(40), norm_bias=randn(40), norm_eps=1e-5)
-        yield call(format, 5, 1, 3, 40, 24, residual=True, limit=0.5, alpha=1.3, **oss, **layer)
-        yield call(format, 16, 2, 3, 80, 56, residual=True)
+        yield call(format, 16, 1, 3, 40, 24, residual=True, limit=0.5, alpha=1.3, **oss, **layer)
 
 
 SPEC = register(
