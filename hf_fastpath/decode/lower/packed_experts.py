@@ -70,8 +70,8 @@ def routed_and_weights(
         chosen = ids - first_expert if first_expert else ids
         how = activation, gate_up_bias, down_bias, alternating, alpha, limit
         of_norm = norm, norm_weight, norm_bias, norm_eps
-        given = *first, *second, residual, *how, *of_norm, programmatic_launch
-        return packed_experts.overload(x, chosen, weights, *given), weights
+        others = *second, residual, *how, *of_norm, programmatic_launch
+        return packed_experts.overload(x, chosen, weights, *first, *others), weights
     x = normed(x, norm, norm_weight, norm_bias, norm_eps)
     given = _stacks(first, second, x), GateHow(activation, alternating, alpha, limit)
     return chosen_experts(x, ids, weights, *given, gate_up_bias, down_bias, residual, first_expert), weights
