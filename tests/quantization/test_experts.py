@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
+from causal_lm_types import small_model
 from models import SHORT, build, counting, hidden_files, prompt, require_native
-from parity import assert_equal_generation
+from parity import assert_equal_generation, assert_same_tokens
 from quantized import check_saved_copied_and_taken_back, with_dequantized
 from torch import nn
 from transformers.integrations import mxfp4
@@ -41,6 +42,22 @@ def test_tokens_are_those_of_dequantized_experts(device, name, is_listed):
     with counting(ours) as counts:
         assert_equal_generation(ours, with_dequantized(stock, ours), fast=True)
     assert not counts.reasons
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "ernie4_5_moe", "granitemoe"])
+def test_tokens_of_recorded_types(device, model_type):
+    """Routers, and experts that every row goes through, are as without quantized ones."""
+    require_native(device)
+    stock = small_model(model_type).to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), weights=FORMAT, quiet=True)
+    assert experts_in(ours)
+    expected = with_dequantized(stock, ours)
+    for batch in (1, 3):
+        text = torch.randint(1, 40, (batch, 9), device=device, generator=torch.Generator(device).manual_seed(batch))
+        with counting(ours) as counts:
+            found = ours.generate(text, **SHORT)
+        assert counts.fast == batch * SHORT["max_new_tokens"] and not counts.reasons
+        assert_same_tokens(found, expected.generate(text, **SHORT))
 
 
 @pytest.mark.every(3)
