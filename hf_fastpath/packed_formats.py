@@ -201,6 +201,11 @@ class Format:
         return self.values is QuantValues.TABLE
 
     @property
+    def has_gpu_products(self) -> bool:
+        """Whether kernels of products on a GPU read such weights."""
+        return self.has_kernels and self.gpu_products
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of a scale."""
         return SCALE_BYTES[self.scale_dtype]

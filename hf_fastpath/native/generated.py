@@ -134,7 +134,7 @@ def _row(format: Format) -> str:
     for at in range(0, len(format.table), 4):
         lines.append(", ".join(f"{_FLOAT_ZEROS.sub('p', each.hex())}f" for each in format.table[at : at + 4]))
     table = f",{_NEW_LINE}".join(lines)
-    kernels = [str(each).lower() for each in (format.has_kernels, format.has_kernels and format.gpu_products)]
+    kernels = [str(each).lower() for each in (format.has_kernels, format.has_gpu_products)]
     name, bytes = f'"{format.name}"', format.scale_bytes
     traits = (name, format.bits, values, format.group, zeros, format.zero, scales, bytes, *kernels)
     return f"    {{{', '.join(map(str, traits))}, {format.steps}, {{{table and _NEW_LINE + table}}}}},"
@@ -154,7 +154,7 @@ def files() -> dict[str, str]:
         "last": _enumerator(formats[-1]),
         "rows": "\n".join(map(_row, formats)),
         "cases": "\n".join(map(_case, own)),
-        "gpu_cases": "\n".join(_case(format) for format in own if format.gpu_products),
+        "gpu_cases": "\n".join(_case(format) for format in own if format.has_gpu_products),
         "values": ", ".join(_camel(each.value) for each in QuantValues),
         "zeros": ", ".join(_camel(each.value) for each in ZeroPoints),
         "scales": ", ".join(map(_camel, SCALE_BYTES)),
@@ -162,7 +162,7 @@ def files() -> dict[str, str]:
     made = {"weights/formats.generated.h": f"{_MARK}\n{header}"}
     for place, text in _INSTANCES.items():
         for format in own:
-            if not format.gpu_products and not place.startswith(_EXPERTS):
+            if not format.has_gpu_products and not place.startswith(_EXPERTS):
                 continue
             named = text.replace("{enumerator}", _enumerator(format))
             made[place.format(name=format.name)] = f"{_MARK}\n{named}"
