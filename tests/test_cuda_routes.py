@@ -200,7 +200,9 @@ def test_routes_of_packed_gemm_are_what_its_predicate_chose(table, weight, dtype
         for rows, found in enumerate(
             table.found("packed_gemm", weight, dtype, {"indexed"} if indexed else set(), codes), 1
         ):
-            fits = dtype != "float32" and rows < 4096 and indexed and "wgmma" in codes and FORMATS[weight].has_gpu_products
+            fits = (
+                dtype != "float32" and rows < 4096 and indexed and "wgmma" in codes and FORMATS[weight].has_gpu_products
+            )
             assert found == ("packed_gemm" if fits else "dequantized_gemm")
 
 
