@@ -11,7 +11,7 @@ import torch
 from hf_fastpath.ops.decode_attention import MAX_QUERY_LEN, workspace_bytes
 from hf_fastpath.ops.kv_cache import in_pages, quantized
 from hf_fastpath.ops.rope_append import random_head_norms
-from hf_fastpath.quantization.formats import FORMATS, padded, scale_dtype
+from hf_fastpath.quantization.formats import FORMATS, padded, scale_bits
 from hf_fastpath.registry import Sample
 
 
@@ -90,7 +90,7 @@ def packed_call(
     zeros = random_bytes(*groups, below=16) if found.has_zeros else None
 
     def scales(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        return torch.rand(groups, device=device).to(scale_dtype(found))
+        return scale_bits(found, torch.rand(groups, device=device))
 
     arguments = sample_of(drawn(1, rows, k), quants, scales, zeros)
     return Call(name, lambda *to: Sample(*arguments(*to).args, 1 / 64, format), devices=devices)
@@ -227,6 +227,46 @@ def experts_call(
             settings |= {"norm": "rms", "norm_weight": randn(hidden_size), "norm_eps": 1e-6}
             return Sample(x, scores, *stacks, top_k, residual, **settings)
         return Sample(x, ids, weights, *stacks, residual, **settings)
+
+    return Call(name, arguments, **options)
+
+
+def packed_experts_call(
+    name: str,
+    format: str,
+    hidden_size: int,
+    width: int,
+    num_experts: int,
+    top_k: int,
+    rows: int = 1,
+    is_gpt_oss: bool = False,
+    **options,
+) -> Call:
+    """Make a call of quantized experts that a random router chooses, and a residual.
+
+    Args:
+        is_gpt_oss: gate and up alternate, there are biases, and the gate is clamped.
+    """
+    found = FORMATS[format]
+
+    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
+        def randn(*shape):
+            return torch.randn(*shape, device=device, dtype=dtype)
+
+        def stack(out_features: int, in_features: int) -> tuple:
+            groups = out_features, found.groups(in_features)
+            shape, below = (out_features, padded(in_features) * found.bits // 8), found.finite_bytes
+            quants = torch.randint(below, shape, device=device, dtype=torch.uint8)
+            zeros = torch.randint(16, groups, device=device, dtype=torch.uint8) if found.has_zeros else None
+            return quants, scale_bits(found, torch.rand(groups, device=device)), zeros, 1 / 64, format
+
+        weights, ids = torch.randn(rows, num_experts, device=device).softmax(-1).topk(top_k)
+        stacks = *stack(num_experts * 2 * width, hidden_size), *stack(num_experts * hidden_size, width)
+        settings = {}
+        if is_gpt_oss:
+            biases = {"gate_up_bias": randn(num_experts, 2 * width), "down_bias": randn(num_experts, hidden_size)}
+            settings = biases | {"alternating": True, "activation": "clamped_swiglu"}
+        return Sample(randn(rows, 1, hidden_size), ids, weights, *stacks, randn(rows, 1, hidden_size), **settings)
 
     return Call(name, arguments, **options)
 

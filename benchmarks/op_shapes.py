@@ -23,6 +23,7 @@ from op_calls import (
     lora_down_call,
     lora_up_call,
     packed_call,
+    packed_experts_call,
     packed_qkv_call,
     packed_step_call,
     q4_0_call,
@@ -149,6 +150,20 @@ SHAPES: dict[str, list[Call]] = {
         experts_call("qwen3-30b 8 of 128, 2048->2x768", 2048, 768, 128, 8, routed=True, dtypes=("bf16",)),
         experts_call("qwen3-30b 8 of 128, 8 rows", 2048, 768, 128, 8, rows=8, routed=True, dtypes=("bf16",)),
         experts_call("gpt-oss-20b 4 of 32", 2880, 2880, 32, 4, transposed=True, routed=True, dtypes=("bf16",)),
+    ],
+    "packed_experts": [
+        *(
+            packed_experts_call(f"qwen3-30b 8 of 128, {format}, {rows} rows", format, 2048, 768, 128, 8, rows=rows)
+            for format in ("int4_g32", "int8")
+            for rows in (1, 8)
+        ),
+        *(
+            packed_experts_call(
+                f"gpt-oss-20b 4 of 32, mxfp4, {rows} rows", "mxfp4", 2880, 2880, 32, 4, rows=rows, is_gpt_oss=True
+            )
+            for rows in (1, 8)
+        ),
+        packed_experts_call("mixtral 2 of 8, int4_g32", "int4_g32", 4096, 14336, 8, 2, devices=_GPU),
     ],
     "choose_experts": [router_call("mixtral 2 of 8", 8, 2), router_call("qwen3-30b 8 of 128", 128, 8)],
     "append_attention": [

@@ -11,8 +11,8 @@ zeros are separate tensors, so that a kernel reads each of them as one unbroken 
   32-bit little-endian words of four or eight neighboring weights each, the first weight in the lowest bits. A block has
   four sub-blocks of 32 weights, whose words take turns: word ``4 w + s`` is the ``w``-th word of sub-block ``s``. So 16
   bytes hold one word of each sub-block, and a lane that reads every fourth word reads one sub-block.
-* scales, float16 or float32 [rows, groups], and zeros, uint8 [rows, groups]; the padding of a block is quants of value
-  zero.
+* scales, float16 or float32, or of tables a byte that is a power of two (e8m0), [rows, groups], and zeros, uint8 [rows,
+  groups]; the padding of a block is quants of value zero.
 * multiplier, a power of two for the whole matrix: it keeps the scales in float16's normal range.
 
 What a row of :data:`FORMATS` says is all that Python, the portable kernels and the docs know of a format. Kernels for
@@ -38,7 +38,7 @@ MOST_STEPS = 1 << 13
 
 
 #: type of scales -> bytes of a scale; ``scale_value()`` of ``csrc/weights/packed_values.h`` reads them
-SCALE_BYTES = {"float16": 2, "float32": 4}
+SCALE_BYTES = {"float16": 2, "float32": 4, "e8m0": 1}
 #: groups that a block is cut into evenly; 0: a whole row
 _GROUPS = (0, BLOCK // SUB_BLOCKS, 2 * BLOCK // SUB_BLOCKS, BLOCK)
 
@@ -74,6 +74,8 @@ NF4 = (
 #: values of bitsandbytes' FP4, a sign and twelfths: ``bitsandbytes.functional.get_4bit_type``
 _FP4 = tuple(struct.unpack("f", struct.pack("f", each / 12))[0] for each in (0, 0.0625, 8, 12, 4, 6, 2, 3))
 FP4 = (*_FP4, *(0.0 - each for each in _FP4))
+#: values of float4_e2m1fn: OCP Microscaling Formats (MX) 1.0, 5.3.3
+E2M1 = tuple(sign * each for sign in (1.0, -1.0) for each in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,15 @@ class Format:
         zeros: which quant is the weight 0.
         zero: that quant, if it is fixed.
         direction: what neighbors in a group are: "inputs" of an output.
-        scale_dtype: type of a scale, "float16" or "float32"; the latter where a package's scales have no fewer bits.
+        scale_dtype: type of a scale: "float16"; "float32" where values are a table, or a package's scales have no fewer
+            bits; or of a table "e8m0", a byte whose scale is ``2 ** (byte - 127)``.
         table: the values, each a float32; empty if values are none.
         steps: of a table: 1 is so many steps. Kernels that multiply integers round values to whole steps.
         order: how quants lie: "sub-blocks", see the module's docstring.
         has_kernels: whether kernels for vector instructions and GPUs read such weights; else the portable kernel does
             on a CPU, and on a GPU weights are dequantized in front of each product. That is right and slow.
+        gpu_products: whether kernels of products on a GPU read such weights; else those of experts alone do, and
+            weights are dequantized in front of other products. True goes with ``has_kernels``.
 
     Raises:
         ValueError: no kernel knows such a format.
@@ -114,6 +119,7 @@ class Format:
     steps: int = 0
     order: str = "sub-blocks"
     has_kernels: bool = True
+    gpu_products: bool = True
 
     def __post_init__(self) -> None:
         rules = self._rules_of_kernels() if self.has_kernels else self._rules_of_all()
@@ -132,7 +138,7 @@ class Format:
             "float8_e4m3fn is of eight bits": not is_nibble or not self.is_float,
             "zero points are of integers": self.zeros is ZeroPoints.NONE or self.values is QuantValues.INTEGERS,
             "a zero of all groups is of four bits": is_nibble or self.zeros is not ZeroPoints.FIXED,
-            "values of a table are float32, one of them 0": not is_table or _is_table(self.table, math.inf),
+            "values of a table are float32, one of them 0": not is_table or _is_table(self.table),
             f"zero is {self.zero} and not fixed": self.zero == 0 or self.zeros is ZeroPoints.FIXED,
             f"direction is {self.direction}, expected inputs": self.direction == "inputs",
             f"scale_dtype is {self.scale_dtype}, expected {' or '.join(SCALE_BYTES)}": self.scale_dtype in SCALE_BYTES,
@@ -141,17 +147,21 @@ class Format:
 
     def _rules_of_kernels(self) -> dict[str, bool]:
         """Return what kernels take for granted; ``Traits`` of ``packed_format.h`` says which ones they are."""
-        is_table = self.values is QuantValues.TABLE
+        is_table, has_powers = self.values is QuantValues.TABLE, self.scale_dtype == "e8m0"
         groups = (2 * BLOCK // SUB_BLOCKS,) if is_table else (0, BLOCK // SUB_BLOCKS, BLOCK)
-        of_floats = self.is_float and self.group == BLOCK
+        of_floats, most = self.is_float and self.group == BLOCK, MOST_STEPS / max(self.steps, 1)
         scales = ("float16", "float32") if self.group == 0 else ("float32",) if is_table or of_floats else ("float16",)
+        if is_table and has_powers and not self.gpu_products:
+            groups, scales = (BLOCK // SUB_BLOCKS,), ("e8m0",)
         return {
             f"bits is {self.bits}, expected 4 or 8": self.bits in (4, 8),
             f"group is {self.group}, expected {' or '.join(map(str, groups))} weights": self.group in groups,
             f"the table has {len(self.table)} values, expected {16 * is_table}": len(self.table) == 16 * is_table,
             f"steps is {self.steps}, expected up to {MOST_STEPS} of a table": 0 <= self.steps <= MOST_STEPS * is_table,
+            f"values of a table are up to {MOST_STEPS} steps": not is_table
+            or max(map(abs, self.table), default=0) <= most,
             "a table is of four bits, without zeros": not is_table or (self.bits, self.zeros) == (4, ZeroPoints.NONE),
-            "values of a table are float32 from -1 to 1, one of them 0": not is_table or _is_table(self.table),
+            "values of a table are float32, one of them 0": not is_table or _is_table(self.table),
             f"zero is {self.zero} and not fixed": self.zero == 0 or self.zeros is ZeroPoints.FIXED,
             "bytes with zeros of groups have groups of 32 weights": self.bits == 4
             or not self.has_zeros
@@ -192,6 +202,11 @@ class Format:
         return self.values is QuantValues.TABLE
 
     @property
+    def has_gpu_products(self) -> bool:
+        """Whether kernels of products on a GPU read such weights."""
+        return self.has_kernels and self.gpu_products
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of a scale."""
         return SCALE_BYTES[self.scale_dtype]
@@ -216,10 +231,10 @@ class Format:
         return out_features * (padded(in_features) * self.bits // 8 + groups)
 
 
-def _is_table(values: tuple[float, ...], most: float = 1.0) -> bool:
-    """Whether kernels can look up these values, of magnitudes up to ``most``."""
+def _is_table(values: tuple[float, ...]) -> bool:
+    """Whether kernels can look up these values."""
     are_floats = all(struct.unpack("f", struct.pack("f", each))[0] == each for each in values)
-    return are_floats and 0.0 in values and max(map(abs, values)) <= most
+    return are_floats and 0.0 in values
 
 
 def _integers(format: Format) -> tuple[float, ...]:
@@ -274,5 +289,6 @@ FORMATS = {
         Format("int8_g32_zeros", 8, 32, 0, 255, zeros=ZeroPoints.OF_GROUP),
         Format("fp8_g128", 8, 128, -448, 448, values=QuantValues.FLOATS, scale_dtype="float32"),
         Format("int8_row", 8, 0, -127, 127, scale_dtype="float32"),
+        Format("mxfp4", 4, 32, -6, 6, QuantValues.TABLE, scale_dtype="e8m0", table=E2M1, steps=2, gpu_products=False),
     )
 }

@@ -18,6 +18,7 @@ from .compat import (
     text_embedding,
     text_head,
 )
+from .linears.packed_experts import PackedExperts
 from .linears.packed_linear import PackedLinear
 from .ops.kv_cache import SCALE_DTYPE, is_quantized
 
@@ -46,9 +47,12 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
         if id(parameter) not in gathered:
             is_stack = chosen and parameter.dim() == 3
             total += parameter.nbytes * min(chosen, len(parameter)) // len(parameter) if is_stack else parameter.nbytes
-    return total + sum(
-        buffer.nbytes for module in modules if isinstance(module, PackedLinear) for buffer in module.buffers()
-    )
+    stacks = {id(each): module for module in modules if isinstance(module, PackedExperts) for each in module.children()}
+    for module in (each for each in modules if isinstance(each, PackedLinear)):
+        nbytes = sum(buffer.nbytes for buffer in module.buffers())
+        experts = stacks.get(id(module))
+        total += nbytes if experts is None else nbytes * min(chosen, experts.num_experts) // experts.num_experts
+    return total
 
 
 def _modules_of_a_step(model: Any) -> list[nn.Module]:

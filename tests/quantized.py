@@ -26,6 +26,13 @@ def with_dequantized(stock: nn.Module, patched: nn.Module) -> nn.Module:
     """Return a copy of ``stock`` whose weights are those that the patched model's quants stand for."""
     made = copy.deepcopy(stock)
     for name, packed in packed_in(patched).items():
+        at, _, attribute = name.rpartition(".")
+        if isinstance(stack := getattr(made.get_submodule(at), attribute), nn.Parameter):  # of a mixture's experts
+            weight = packed.packed.dequantize(stack.dtype).unflatten(0, (len(stack), -1))
+            setattr(
+                made.get_submodule(at), attribute, nn.Parameter(weight if weight.shape == stack.shape else weight.mT)
+            )
+            continue
         linear = made.get_submodule(name)
         weight = packed.packed.dequantize(linear.weight.dtype)
         linear.weight = nn.Parameter(weight.t().contiguous() if type(linear) is Conv1D else weight)

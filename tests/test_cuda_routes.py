@@ -180,7 +180,7 @@ def test_routes_of_gemv_are_what_the_variants_before_chose(table, dtype, device)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_routes_of_packed_gemv_are_what_its_predicates_chose(table, weight, dtype):
     """A norm in front and an append are asked after one by one."""
-    own = FORMATS[weight].has_kernels
+    own = FORMATS[weight].has_gpu_products
     for codes, dense in itertools.product(DEVICES.values(), (False, True)):
         facts = {"dense"} if dense else set()
         takes = "packed_gemv" if own else "dequantized_gemv" if dense else None
@@ -200,7 +200,9 @@ def test_routes_of_packed_gemm_are_what_its_predicate_chose(table, weight, dtype
         for rows, found in enumerate(
             table.found("packed_gemm", weight, dtype, {"indexed"} if indexed else set(), codes), 1
         ):
-            fits = dtype != "float32" and rows < 4096 and indexed and "wgmma" in codes and FORMATS[weight].has_kernels
+            fits = (
+                dtype != "float32" and rows < 4096 and indexed and "wgmma" in codes and FORMATS[weight].has_gpu_products
+            )
             assert found == ("packed_gemm" if fits else "dequantized_gemm")
 
 
@@ -214,4 +216,4 @@ def test_every_row_is_reached(table):
             reached |= {row.name} if first == row.name else set()
     without = {row.name for row in table.rows if not row.weights}
     assert reached | without == {row.name for row in table.rows}
-    assert without == (set() if any(not each.has_kernels for each in FORMATS.values()) else {"dequantized_gemv"})
+    assert without == (set() if any(not each.has_gpu_products for each in FORMATS.values()) else {"dequantized_gemv"})

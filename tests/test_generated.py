@@ -25,13 +25,15 @@ HEADER = "weights/formats.generated.h"
 #: the table whose numbers of rows were measured for a format by its name
 ROUTES = "products/select_cpu.cpp"
 WITH_KERNELS = [name for name, format in FORMATS.items() if format.has_kernels]
+WITH_GPU_PRODUCTS = [name for name, format in FORMATS.items() if format.has_gpu_products]
 
 
 def test_generated_files_are_up_to_date():
     assert generated.outdated(CSRC) == [], "python hf_fastpath/native/build.py cpu writes them"
     assert set(generated.files()) == {
         HEADER,
-        *(f"{op}/{op}_{name}.cu" for op in ("packed_gemv", "packed_gemm") for name in WITH_KERNELS),
+        *(f"{op}/{op}_{name}.cu" for op in ("packed_gemv", "packed_gemm") for name in WITH_GPU_PRODUCTS),
+        *(f"packed_experts/packed_experts_{name}.cu" for name in WITH_KERNELS),
     }
 
 
@@ -89,7 +91,7 @@ def test_no_file_asks_for_the_name_of_a_format():
         ({"scale_dtype": "e8m0"}, "scale_dtype is e8m0"),
         ({"order": "rows"}, "order is rows"),
         ({"group": 96, "has_kernels": False}, "group is 96, expected 0 or 32 or 64 or 128 weights"),
-        ({"scale_dtype": "e8m0", "has_kernels": False}, "scale_dtype is e8m0, expected float16 or float32"),
+        ({"scale_dtype": "e5m2", "has_kernels": False}, "scale_dtype is e5m2, expected float16 or float32 or e8m0"),
         ({"values": QuantValues.FLOATS, "has_kernels": False}, "float8_e4m3fn is of eight bits"),
         ({"values": QuantValues.TABLE, "has_kernels": False}, "the table has 0 values, expected 16"),
         ({"bits": 8, "highest": 255}, "bytes with zeros of groups have groups of 32"),
@@ -108,9 +110,10 @@ def test_a_format_without_kernels_is_refused(changes, text):
         ({"steps": 16384}, "steps is 16384, expected up to 8192"),
         ({"zeros": ZeroPoints.OF_GROUP}, "a table is of four bits, without zeros"),
         ({"table": NF4[:-1]}, "the table has 15 values"),
-        ({"table": (*NF4[:-1], 1.5)}, "float32 from -1 to 1, one of them 0"),
-        ({"table": (*NF4[:-1], 0.1)}, "float32 from -1 to 1, one of them 0"),
-        ({"table": (-1.0,) * 16}, "float32 from -1 to 1, one of them 0"),
+        ({"table": (*NF4[:-1], 1.5)}, "values of a table are up to 8192 steps"),
+        ({"table": (*NF4[:-1], 0.1)}, "values of a table are float32, one of them 0"),
+        ({"table": (-1.0,) * 16}, "values of a table are float32, one of them 0"),
+        ({"scale_dtype": "e8m0"}, "scale_dtype is e8m0, expected float32"),
     ),
 )
 def test_a_table_without_kernels_is_refused(changes, text):

@@ -9,24 +9,6 @@ namespace {
 
 constexpr const char* kOp = "fused_experts";
 
-ExpertPairs sorted_pairs(const int64_t* ids, int64_t rows, int64_t top_k, int64_t num_experts) {
-  ExpertPairs pairs;
-  pairs.place.assign(rows * top_k, -1);
-  for (int64_t first = 0; first < rows * top_k; ++first) {
-    const int64_t expert = ids[first];
-    if (expert < 0 || expert >= num_experts || pairs.place[first] >= 0) continue;
-    for (int64_t pair = first; pair < rows * top_k; ++pair) {
-      if (ids[pair] != expert) continue;
-      const int64_t place = static_cast<int64_t>(pairs.row.size());
-      if (pair == first || pairs.groups.back().count == kMaxRows) pairs.groups.push_back({expert, place, 0});
-      ++pairs.groups.back().count;
-      pairs.place[pair] = place;
-      pairs.row.push_back(pair / top_k);
-    }
-  }
-  return pairs;
-}
-
 // Weights stored [features, in_features]: behind x by pair lie the activations as they are rounded, and in
 // float32, and the experts' outputs. The rounded ones take half of what is reserved where they are of 16
 // bits.
@@ -120,7 +102,8 @@ Tensor fused_experts_cpu(const Tensor& x, const Tensor& expert_ids, const Tensor
                     "hf_fastpath::fused_experts: residual differs from x in dtype or shape");
   }
   const Tensor ids = hf_fastpath::contiguous(expert_ids), weights = hf_fastpath::contiguous(expert_weights);
-  const ExpertPairs pairs = sorted_pairs(ids.const_data_ptr<int64_t>(), ids.size(0), top_k, num_experts);
+  const ExpertPairs pairs =
+      sorted_pairs(ids.const_data_ptr<int64_t>(), ids.size(0), top_k, num_experts, kMaxRows);
 
   const int64_t count = pairs.count(), x_stride = row_stride(hidden_size);
   const int64_t spare = transposed ? experts_spare_columns(count, hidden_size, width)

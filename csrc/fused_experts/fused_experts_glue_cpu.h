@@ -2,24 +2,11 @@
 // include it.
 #pragma once
 
-#include <vector>
-
+#include "fused_experts/expert_pairs_cpu.h"
 #include "fused_experts/fused_experts_glue.h"
 #include "gemv/gemv_glue_cpu.h"
 
 namespace hf_fastpath {
-
-// The pairs of a row and a choice, sorted by expert: those of one expert lie side by side.
-struct ExpertPairs {
-  struct Group {
-    int64_t expert, begin, count;  // places of its pairs; at most as many as a kernel takes rows
-  };
-  std::vector<Group> groups;
-  std::vector<int64_t> place;  // of pair row * top_k + k; -1 without an expert
-  std::vector<int64_t> row;    // of x, by place
-
-  int64_t count() const { return static_cast<int64_t>(row.size()); }
-};
 
 // A call after its checks.
 struct ExpertsCall {
@@ -52,37 +39,6 @@ inline LinearArgs expert_args(const ExpertsCall& call, const ExpertPairs::Group&
   args.weight_stride = stack.stride(1);
   args.activation = Activation::kNone;
   return args;
-}
-
-// Outputs that are summed at once, on the stack.
-constexpr int64_t kExpertChunk = 256;
-
-// Weighs and adds what a row's experts give for outputs [begin, end), in the order of its choices, whatever
-// other rows chose; and the residual. read(place, first, n, to) gives n outputs of a pair.
-template <class Read>
-void add_choices(const ExpertsCall& call, int64_t begin, int64_t end, const Read& read) {
-  const auto convert = use_avx2() ? convert_to_float_avx2 : convert_to_float_portable;
-  for (int64_t row = 0; row < call.rows; ++row) {
-    for (int64_t first = begin; first < end; first += kExpertChunk) {
-      const int64_t n = std::min(kExpertChunk, end - first);
-      double accumulators[kExpertChunk] = {};  // of up to 32 choices, whose roundings would add up
-      float one[kExpertChunk];
-      for (int64_t pair = row * call.top_k; pair < (row + 1) * call.top_k; ++pair) {
-        if (call.pairs.place[pair] < 0) continue;
-        read(call.pairs.place[pair], first, n, one);
-        for (int64_t i = 0; i < n; ++i) accumulators[i] += double(call.weights[pair]) * one[i];
-      }
-      if (call.residual != nullptr) {
-        convert(call.dtype, at(call.residual, row * call.hidden_size + first, call.dtype), one, n);
-        for (int64_t i = 0; i < n; ++i) accumulators[i] += one[i];
-      }
-      with_storage(call.dtype, [&](auto* tag) {
-        using T = std::remove_pointer_t<decltype(tag)>;
-        T* values = static_cast<T*>(call.out) + row * call.hidden_size + first;
-        for (int64_t i = 0; i < n; ++i) from_float(static_cast<float>(accumulators[i]), values + i);
-      });
-    }
-  }
 }
 
 // Weights stored [in_features, features], gate and up in turn.

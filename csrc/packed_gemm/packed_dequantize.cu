@@ -106,15 +106,15 @@ void launch_typed(const PackedMatrix& matrix, const void* quants, int64_t k, int
     kernel<<<grid, block, 0, stream>>>(matrix, static_cast<const uint32_t*>(quants), k, begin, out, whole);
     HF_FASTPATH_CUDA_CHECK(cudaGetLastError());
   };
-  return with_format(matrix.format,
-                     [&](auto tag) { return run(packed_dequantize_kernel<T, decltype(tag)::value>); });
+  return with_gpu_format(matrix.format,
+                         [&](auto tag) { return run(packed_dequantize_kernel<T, decltype(tag)::value>); });
 }
 
 }  // namespace
 
 void launch_packed_dequantize(const PackedMatrix& matrix, const void* quants, int64_t k, int64_t begin,
                               int64_t end, DType dtype, void* weight, cudaStream_t stream) {
-  if (!has_kernels(matrix.format)) {
+  if (!has_gpu_products(matrix.format)) {
     return launch_packed_dequantize_any(matrix, quants, k, begin, end, dtype, weight, stream);
   }
   with_type(dtype, [&](auto zero) {

@@ -123,7 +123,7 @@ void launch_packed_gemm(const PackedGemmParams& p, const PackedGemmPlan& plan, v
                         cudaStream_t stream) {
   if (p.rows == 0 || p.matrix.rows == 0) return;
   char* const base = static_cast<char*>(workspace);
-  return with_format(p.matrix.format, [&](auto tag) {
+  return with_gpu_format(p.matrix.format, [&](auto tag) {
     return launch_packed_gemm_format<decltype(tag)::value>(p, plan, base, stream);
   });
 }

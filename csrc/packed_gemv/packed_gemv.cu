@@ -21,7 +21,7 @@ GemvParams of_floats(const GemvParams& p, const void* weight) {
 
 // Null if no kernel does all of it at once.
 const CudaRoute* route_of(const GemvParams& p, const PackedMatrix& matrix, CallFacts facts) {
-  if (!has_kernels(matrix.format)) {  // a workspace is aligned as this pointer is
+  if (!has_gpu_products(matrix.format)) {  // a workspace is aligned as this pointer is
     facts |= fits_one_kernel(of_floats(p, nullptr), nullptr) ? kDense : 0;
   }
   return find_cuda_route(
@@ -47,7 +47,7 @@ bool fits_packed_append(const GemvParams& p, const PackedMatrix& matrix, const R
 
 int64_t packed_gemv_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix) {
   if (dequantizes(params, matrix)) return matrix.rows * params.k * element_size(params.dtype);
-  return with_format(matrix.format, [&](auto format) {
+  return with_gpu_format(matrix.format, [&](auto format) {
     return packed_format_workspace_bytes<decltype(format)::value>(params, matrix);
   });
 }
@@ -60,7 +60,7 @@ void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatri
                                  workspace, stream);
     return launch_gemv(of_floats(params, workspace), nullptr, stream);
   }
-  with_format(matrix.format, [&](auto format) {
+  with_gpu_format(matrix.format, [&](auto format) {
     launch_packed_format<decltype(format)::value>(params, x_width, matrix, rope, workspace, stream);
   });
 }

@@ -42,6 +42,10 @@ struct Avx2 {
     return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(all)),
             _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8)))};
   }
+  HF_INLINE Floats powers(const uint8_t* from) {
+    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return {powers_of_two(all), powers_of_two(_mm_srli_si128(all, 8))};
+  }
   // Sign, exponent and mantissa as float16 has them, whose exponent's bias is 8 more. By way of memory: from
   // there a conversion takes no turn on the port that shuffles.
   HF_INLINE void dequantize_fp8(const uint8_t* from, Floats (&to)[2]) {

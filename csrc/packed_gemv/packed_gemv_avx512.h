@@ -20,6 +20,11 @@ struct Avx512 : Floats16 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(all));
   }
   HF_INLINE Floats all(float value) { return _mm512_set1_ps(value); }
+  HF_INLINE Floats powers(const uint8_t* from) {
+    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm512_insertf32x8(_mm512_castps256_ps512(powers_of_two(all)),
+                              powers_of_two(_mm_srli_si128(all, 8)), 1);
+  }
   HF_INLINE Floats pair(const float* from) {
     return _mm512_mask_broadcastss_ps(_mm512_set1_ps(from[0]), 0xff00, _mm_load_ss(from + 1));
   }

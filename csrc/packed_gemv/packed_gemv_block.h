@@ -7,7 +7,7 @@
 //   dequantize_fp8(32 bytes, to)                as two Floats
 //   all(value)                                  one value in all of them
 //   pair(from)                                  from[0] eight times, then from[1]
-//   halves(from), bytes(from)                   16 float16, or bytes from 0 up
+//   halves(from), bytes(from), powers(from)     16 float16, bytes from 0 up, or of exponents of two
 //   twice(from)                                 eight float32, each twice
 //   Pieces<bits>, pieces_of<bits>(block)        a block's quants, spread
 //   pieces_of_bytes(block, zeros)               those of bytes from 0 up, less the zeros of their sub-blocks
@@ -105,6 +105,8 @@ HF_INLINE typename Isa::Floats sub_block_scales(const Row& row, int64_t b, int b
   const auto by_lane = [](const Scale* scales) {
     if constexpr (!Traits<kFormat>::kEachSubBlock) {
       return Isa::twice(scales);
+    } else if constexpr (sizeof(Scale) == 1) {
+      return Isa::powers(scales);
     } else if constexpr (kUnit == 4) {
       return Isa::halves(scales);
     } else {  // two lanes a sub-block

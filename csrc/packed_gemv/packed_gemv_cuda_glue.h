@@ -42,7 +42,7 @@ class PackedTensors {
     norm.fuse(p);
     if (!fits_packed_gemv(p, matrix_)) norm.launch_norm(p, x, kept.emplace_back(x));
     int width = static_cast<int>(p.k);
-    if (has_kernels(matrix_.format) && (width % 8 || !is_aligned(p.x) || !is_aligned(p.norm.weight))) {
+    if (has_gpu_products(matrix_.format) && (width % 8 || !is_aligned(p.x) || !is_aligned(p.norm.weight))) {
       width = (width + 7) / 8 * 8;
       p.x = padded(x, p.x, p.m, width, kept, stream);
       if (p.norm.weight) p.norm.weight = padded(x, p.norm.weight, 1, width, kept, stream);

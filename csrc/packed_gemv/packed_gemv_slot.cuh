@@ -160,7 +160,11 @@ struct Quants {
     constexpr uint32_t kMagic = 0x64006400u;  // two times 1024, whose last bits are units
     if constexpr (Traits<kFormat>::kHasTable) {
       uint32_t pairs[4];
-      table_pairs<kFormat, kTerm>(word, pairs);
+      if constexpr (kIsMinifloat<kFormat>) {
+        minifloat_pairs(word, pairs);
+      } else {
+        table_pairs<kFormat, kTerm>(word, pairs);
+      }
 #pragma unroll
       for (int product = 0; product < 2; ++product)
         pair[product][0] = pairs[2 * product], pair[product][1] = pairs[2 * product + 1];
@@ -212,6 +216,7 @@ constexpr int kExcess = kBits<kFormat> == 8          ? 128
 // What a product is in units of.
 template <PackedFormat kFormat, bool kCentered>
 constexpr float kUndoQuants = Traits<kFormat>::kIsFloat    ? 1.f / kFloat8Unit
+                              : kIsMinifloat<kFormat>      ? 1.f / kMinifloatUnit
                               : Traits<kFormat>::kHasTable ? 1.f / Traits<kFormat>::kSteps
                               : kCentered                  ? 1.f
                                                            : 1.f / kQuantUnit;

@@ -26,10 +26,11 @@ struct Eight {
 // Eight float16 values of x, neighbors in pairs, as B has them for one word of 4 bits or two of 8 bits.
 template <PackedFormat kFormat, bool kCentered>
 __device__ __forceinline__ uint4 as_operand(const uint32_t (&x)[4]) {
-  if constexpr (kBits<kFormat> == 8 || Traits<kFormat>::kHasTable) return make_uint4(x[0], x[1], x[2], x[3]);
+  constexpr bool kInOrder = kBits<kFormat> == 8 || (Traits<kFormat>::kHasTable && !kIsMinifloat<kFormat>);
+  if constexpr (kInOrder) return make_uint4(x[0], x[1], x[2], x[3]);
   const auto high = [](uint32_t pair) {  // see Quants
-    const __half2 less =
-        __hmul2(*reinterpret_cast<__half2*>(&pair), __float2half2_rn(kCentered ? 1.f : 0.0625f));
+    const __half2 less = __hmul2(*reinterpret_cast<__half2*>(&pair),
+                                 __float2half2_rn(kCentered || kIsMinifloat<kFormat> ? 1.f : 0.0625f));
     return *reinterpret_cast<const uint32_t*>(&less);
   };
   return make_uint4(pair_low(x[0], x[2]), high(pair_high(x[0], x[2])), pair_low(x[1], x[3]),

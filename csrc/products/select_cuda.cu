@@ -12,7 +12,7 @@ namespace {
 constexpr WeightSet packed_with_kernels() {
   WeightSet set = 0;
   for (int format = 0; format <= static_cast<int>(kLastPackedFormat); ++format) {
-    if (has_kernels(static_cast<PackedFormat>(format))) set |= packed_weight(format);
+    if (has_gpu_products(static_cast<PackedFormat>(format))) set |= packed_weight(format);
   }
   return set;
 }

@@ -10,7 +10,7 @@ namespace hf_fastpath {
 // SCALE_BYTES have them in Python. weights/packed_values.h says what values these stand for.
 enum class PackedValues : int { kIntegers, kFloats, kTable };
 enum class PackedZeros : int { kNone, kFixed, kOfGroup };
-enum class PackedScales : int { kFloat16, kFloat32 };
+enum class PackedScales : int { kFloat16, kFloat32, kE8m0 };
 
 struct PackedTraits {
   const char* name;
@@ -20,10 +20,11 @@ struct PackedTraits {
   PackedZeros zeros;
   int zero;  // the quant of kFixed
   PackedScales scales;
-  int scale_bytes;   // of a scale
-  bool has_kernels;  // of its own, beside those that read any format
-  int steps;         // of kTable: 1 is so many steps
-  float table[16];   // of kTable: the values
+  int scale_bytes;    // of a scale
+  bool has_kernels;   // of its own, beside those that read any format
+  bool gpu_products;  // kernels of products on a GPU read it; else those of experts alone
+  int steps;          // of kTable: 1 is so many steps
+  float table[16];    // of kTable: the values
 };
 
 // By number in ops' schemas: hf_fastpath/choices.py has the names.
@@ -38,36 +39,74 @@ enum class PackedFormat : int {
   kInt8G32Zeros = 7,
   kFp8G128 = 8,
   kInt8Row = 9,
+  kMxfp4 = 10,
 };
-constexpr PackedFormat kLastPackedFormat = PackedFormat::kInt8Row;
+constexpr PackedFormat kLastPackedFormat = PackedFormat::kMxfp4;
 
 // The format of number i is row i; tables have four values a line.
 // clang-format off
 inline constexpr PackedTraits kPackedTraits[] = {
-    {"int8", 8, PackedValues::kIntegers, 128, PackedZeros::kNone, 0, PackedScales::kFloat16, 2, true, 0, {}},
-    {"fp8", 8, PackedValues::kFloats, 0, PackedZeros::kNone, 0, PackedScales::kFloat16, 2, true, 0, {}},
-    {"int4", 4, PackedValues::kIntegers, 128, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, 0, {}},
-    {"int4_g32", 4, PackedValues::kIntegers, 32, PackedZeros::kFixed, 8, PackedScales::kFloat16, 2, true, 0, {}},
-    {"nf4", 4, PackedValues::kTable, 64, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, 6872, {
+    {"int8", 8, PackedValues::kIntegers, 128, PackedZeros::kNone, 0, PackedScales::kFloat16, 2, true, true, 0, {}},
+    {"fp8", 8, PackedValues::kFloats, 0, PackedZeros::kNone, 0, PackedScales::kFloat16, 2, true, true, 0, {}},
+    {"int4", 4, PackedValues::kIntegers, 128, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, true, 0, {}},
+    {"int4_g32", 4, PackedValues::kIntegers, 32, PackedZeros::kFixed, 8, PackedScales::kFloat16, 2, true, true, 0, {}},
+    {"nf4", 4, PackedValues::kTable, 64, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, true, 6872, {
          -0x1p+0f, -0x1.647362p-1f, -0x1.0cd66p-1f, -0x1.94654p-2f,
          -0x1.23449ap-2f, -0x1.7a6a7ep-3f, -0x1.74f0e2p-4f, 0x0p+0f,
          0x1.45f5fep-4f, 0x1.4995c6p-3f, 0x1.f809bap-3f, 0x1.5a0674p-2f,
          0x1.c3497p-2f, 0x1.200f56p-1f, 0x1.722766p-1f, 0x1p+0f}},
-    {"fp4", 4, PackedValues::kTable, 64, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, 6144, {
+    {"fp4", 4, PackedValues::kTable, 64, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, true, 6144, {
          0x0p+0f, 0x1.555556p-8f, 0x1.555556p-1f, 0x1p+0f,
          0x1.555556p-2f, 0x1p-1f, 0x1.555556p-3f, 0x1p-2f,
          0x0p+0f, -0x1.555556p-8f, -0x1.555556p-1f, -0x1p+0f,
          -0x1.555556p-2f, -0x1p-1f, -0x1.555556p-3f, -0x1p-2f}},
-    {"int4_g32_zeros", 4, PackedValues::kIntegers, 32, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, 0, {}},
-    {"int8_g32_zeros", 8, PackedValues::kIntegers, 32, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, 0, {}},
-    {"fp8_g128", 8, PackedValues::kFloats, 128, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, 0, {}},
-    {"int8_row", 8, PackedValues::kIntegers, 0, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, 0, {}},
+    {"int4_g32_zeros", 4, PackedValues::kIntegers, 32, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, true, 0, {}},
+    {"int8_g32_zeros", 8, PackedValues::kIntegers, 32, PackedZeros::kOfGroup, 0, PackedScales::kFloat16, 2, true, true, 0, {}},
+    {"fp8_g128", 8, PackedValues::kFloats, 128, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, true, 0, {}},
+    {"int8_row", 8, PackedValues::kIntegers, 0, PackedZeros::kNone, 0, PackedScales::kFloat32, 4, true, true, 0, {}},
+    {"mxfp4", 4, PackedValues::kTable, 32, PackedZeros::kNone, 0, PackedScales::kE8m0, 1, true, false, 2, {
+         0x0p+0f, 0x1p-1f, 0x1p+0f, 0x1.8p+0f,
+         0x1p+1f, 0x1.8p+1f, 0x1p+2f, 0x1.8p+2f,
+         -0x0p+0f, -0x1p-1f, -0x1p+0f, -0x1.8p+0f,
+         -0x1p+1f, -0x1.8p+1f, -0x1p+2f, -0x1.8p+2f}},
 };
 // clang-format on
 
 // Calls f(the format as a constant), of a format that has kernels.
 template <class F>
 static inline auto with_format(PackedFormat format, F&& f) {
+  switch (format) {
+    case PackedFormat::kInt8:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt8>{});
+    case PackedFormat::kFp8:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kFp8>{});
+    case PackedFormat::kInt4:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt4>{});
+    case PackedFormat::kInt4G32:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt4G32>{});
+    case PackedFormat::kNf4:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kNf4>{});
+    case PackedFormat::kFp4:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kFp4>{});
+    case PackedFormat::kInt4G32Zeros:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt4G32Zeros>{});
+    case PackedFormat::kInt8G32Zeros:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt8G32Zeros>{});
+    case PackedFormat::kFp8G128:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kFp8G128>{});
+    case PackedFormat::kInt8Row:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt8Row>{});
+    case PackedFormat::kMxfp4:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kMxfp4>{});
+    default:
+      break;
+  }
+  __builtin_unreachable();
+}
+
+// The same of a format that kernels of products on a GPU read.
+template <class F>
+static inline auto with_gpu_format(PackedFormat format, F&& f) {
   switch (format) {
     case PackedFormat::kInt8:
       return f(std::integral_constant<PackedFormat, PackedFormat::kInt8>{});

@@ -22,6 +22,7 @@ constexpr const PackedTraits& traits_of(PackedFormat format) {
 }
 
 constexpr bool has_kernels(PackedFormat format) { return traits_of(format).has_kernels; }
+constexpr bool has_gpu_products(PackedFormat format) { return traits_of(format).gpu_products; }
 constexpr int bits_of(PackedFormat format) { return traits_of(format).bits; }
 constexpr bool is_float(PackedFormat format) { return traits_of(format).values == PackedValues::kFloats; }
 constexpr bool has_table(PackedFormat format) { return traits_of(format).values == PackedValues::kTable; }
@@ -64,15 +65,20 @@ struct Traits {
   static constexpr bool kIsSigned = kBits == 8 && kIsInteger && !kHasZeros;
   static constexpr int kZerosPerBlock = kHasZeros ? kScalesPerBlock : 0;
   static constexpr int kScaleBytes = scale_bytes(kFormat);  // of a scale, and what holds its bits
-  using Scale = std::conditional_t<kScaleBytes == 4, float, uint16_t>;
+  using Scale =
+      std::conditional_t<kScaleBytes == 4, float, std::conditional_t<kScaleBytes == 1, uint8_t, uint16_t>>;
   static constexpr int kScaleHalves = kScalesPerBlock * kScaleBytes / 2;  // of a block, in 16 bits
 
   // Kernels know no other formats: what they take for granted of a branch is said here.
   static_assert(!kHasTable || (kBits == 4 && !kHasZeros && kZero == 0),
                 "tables are of 4 bits, without zeros");
-  static_assert(kHasTable == (kTogether == 2), "values of a table, and no others, have scales of 64 weights");
+  static_assert(kHasTable ? (kTogether == 2 && kScaleBytes == 4) || (kEachSubBlock && kScaleBytes == 1)
+                          : kTogether != 2,
+                "values of a table, and no others, have scales in float32, of 64 weights, or bytes, of 32");
   static_assert(kHasTable || kScaleBytes == 2 || kScalesSums || kIsFloat,
                 "other scales in float32 are a row's, or those of floats");
+  static_assert(!has_gpu_products(kFormat) || kScaleBytes != 1,
+                "on a GPU experts alone have scales in bytes");
   static_assert(kBits == 8 || kBits == 4, "kernels unpack quants of 8 and of 4 bits");
   static_assert(kBits == 8 || !kIsFloat, "floats are e4m3");
   static_assert(!kIsFloat || kScalesSums || (kTogether == 4 && kScaleBytes == 4),
@@ -83,7 +89,7 @@ struct Traits {
   static_assert(kBits == 4 || kEachSubBlock || !kHasZeros, "bytes with zeros have groups of 32");
   static_assert(kBits == 8 || kHasTable || kEachSubBlock || kHasZeros,
                 "groups of 128 of 4 bits have zeros of their own");
-  static_assert(kBits == 8 || !kEachSubBlock || kHasZeros || kZero == 8,
+  static_assert(kBits == 8 || !kEachSubBlock || kHasZeros || kHasTable || kZero == 8,
                 "groups of 32 of 4 bits have zeros of their own, or a zero of 8");
   static_assert(kScalesSums || kHasTable || kEachSubBlock || kScalesPerBlock == 1,
                 "else a block has one scale");

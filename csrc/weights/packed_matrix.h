@@ -12,10 +12,11 @@ namespace hf_fastpath {
 // A quantized matrix but for its quants. A gated one has the rows of gate, then those of up.
 struct PackedMatrix {
   PackedFormat format;
-  const uint16_t* scales;  // float16 [rows, groups], or float32 [rows, groups / 2]: see scale_of_row()
+  // float16 [rows, groups], float32 [rows, groups / 2] (see scale_of_row()), or bytes [rows, 2 * groups]
+  const uint16_t* scales;
   const uint8_t* zeros;    // [rows, groups], if groups have zeros
   int64_t rows;
-  int groups;        // of a row; those with scales in float32 count twice
+  int groups;        // of a row; those with scales in float32 count twice, those in bytes half
   int blocks;        // of a row, of kPackedBlock weights
   float multiplier;  // of all scales
 };

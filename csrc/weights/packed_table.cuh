@@ -48,6 +48,15 @@ struct TableHalves {
     for (int i = 0; i < 4; ++i) all |= uint32_t(bits(term, four * 4 + i) >> byte * 8 & 255) << i * 8;
     return all;
   }
+  // Bits of a value that is a float of 4 bits (e2m1) where a float16 has the same, whose bias is 14 more.
+  static constexpr uint16_t moved(int place) {
+    return static_cast<uint16_t>((place & 7) << 9 | (place & 8) << 12);
+  }
+  static constexpr bool is_minifloat() {
+    for (int place = 0; place < 16; ++place)
+      if (double(traits_of(kFormat).table[place]) != value_of_half(moved(place)) * 0x1p14) return false;
+    return true;
+  }
   static constexpr bool is_zero(int term, int byte) {
     for (int four = 0; four < 4; ++four)
       if (word(term, byte, four) != 0) return false;
@@ -62,6 +71,21 @@ constexpr bool kIsZeroByte = TableHalves<kFormat>::is_zero(kTerm, kByte);
 // Float16 that a value takes: one where nothing is left.
 template <PackedFormat kFormat>
 constexpr int kTableTerms = kIsZeroByte<kFormat, 1, 0> && kIsZeroByte<kFormat, 1, 1> ? 1 : 2;
+
+// Whether places are the values' own bits, as floats of 4 bits: no table is looked up.
+template <PackedFormat kFormat>
+constexpr bool kIsMinifloat = has_table(kFormat) && TableHalves<kFormat>::is_minifloat();
+constexpr float kMinifloatUnit = 0x1p-14f;
+
+// The values of a word's eight such quants in units of kMinifloatUnit: pair i has those of quants i and i
+// + 4.
+__device__ __forceinline__ void minifloat_pairs(uint32_t word, uint32_t (&pairs)[4]) {
+  constexpr uint32_t kMagnitudes = 0x0e000e00u, kSigns = 0x80008000u;
+  pairs[0] = (word << 9 & kMagnitudes) | (word << 12 & kSigns);
+  pairs[1] = (word << 5 & kMagnitudes) | (word << 8 & kSigns);
+  pairs[2] = (word << 1 & kMagnitudes) | (word << 4 & kSigns);
+  pairs[3] = (word >> 3 & kMagnitudes) | (word & kSigns);
+}
 
 template <PackedFormat kFormat, int kTerm, int kByte>
 __device__ __forceinline__ uint32_t table_bytes(uint32_t places, uint32_t halves) {

@@ -26,6 +26,18 @@ HF_VALUE float half_value(uint16_t bits) {
 #endif
 }
 
+// 2^(byte - 127), infinite of 255.
+HF_VALUE float power_value(uint32_t byte) {
+  const uint32_t bits = byte != 0 ? byte << 23 : 0x00400000u;
+#ifdef __CUDACC__
+  return __uint_as_float(bits);
+#else
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+#endif
+}
+
 // Whether quants are signed: those of 8 bits without zero points of groups.
 HF_VALUE bool is_signed(const PackedTraits& traits) {
   return traits.bits == 8 && traits.zeros != PackedZeros::kOfGroup;
@@ -54,6 +66,8 @@ HF_VALUE float scale_value(const PackedTraits& traits, const void* scales, int64
       return half_value(static_cast<const uint16_t*>(scales)[place]);
     case PackedScales::kFloat32:
       return static_cast<const float*>(scales)[place];
+    case PackedScales::kE8m0:
+      return power_value(static_cast<const uint8_t*>(scales)[place]);
   }
   return 0.0f;  // there are no others
 }

@@ -10,6 +10,17 @@ namespace {
 
 HF_INLINE float scale_to_float(uint16_t bits) { return half_to_float(bits); }
 HF_INLINE float scale_to_float(float scale) { return scale; }
+// 2^(byte - 127): bits of the exponent, but of the least a subnormal's.
+HF_INLINE float scale_to_float(uint8_t byte) {
+  const int bits = byte != 0 ? byte << 23 : 0x00400000;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+HF_INLINE __m256 powers_of_two(__m128i bytes) {
+  return _mm256_castsi256_ps(
+      _mm256_max_epi32(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23), _mm256_set1_epi32(0x00400000)));
+}
 
 // The zeros of a block's sub-blocks, as 16 bytes of 8-bit quants want them: four a sub-block.
 HF_INLINE __m256i zeros_of_sub_blocks(const uint8_t* zeros) {

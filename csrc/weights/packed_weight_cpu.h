@@ -17,7 +17,7 @@ struct PackedWeight {
   PackedFormat format;
   int64_t blocks, out_features;
   const uint8_t* quants;
-  const void* scales;    // float16, or float32 of tables, [out_features, groups]
+  const void* scales;    // as the format has them, [out_features, groups]
   const uint8_t* zeros;  // [out_features, groups], or null
   int64_t groups;
   float multiplier;

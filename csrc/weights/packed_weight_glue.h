@@ -14,6 +14,8 @@ inline bool are_scales(const Tensor& tensor, PackedScales scales) {
       return tensor.scalar_type() == ScalarType::Half;
     case PackedScales::kFloat32:
       return tensor.scalar_type() == ScalarType::Float;
+    case PackedScales::kE8m0:
+      return tensor.scalar_type() == ScalarType::Byte;
   }
   return false;
 }

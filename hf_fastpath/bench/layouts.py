@@ -32,7 +32,7 @@ from ..native.huge_pages import ask_for
 from ..ops.q4_0_gemv import BLOCK_BYTES, GROUP, LAYOUTS, QUANT_BYTES
 from ..progress import counted
 from ..quantization import FORMATS
-from ..quantization.formats import padded, scale_dtype
+from ..quantization.formats import padded, scale_bits
 from ..tables import table
 from . import measure
 from .measure import DTYPES
@@ -82,7 +82,7 @@ def weight(study: Study, rows: int, columns: int, device: torch.device) -> tuple
         groups = rows, format.groups(columns)
         quants = _random_bytes(device, rows, padded(columns) * format.bits // 8, below=format.finite_bytes)
         zeros = _random_bytes(device, *groups, below=16) if format.has_zeros else None
-        scales = _random_scales(device, *groups).to(scale_dtype(format))
+        scales = scale_bits(format, _random_scales(device, *groups).float())
         return quants, scales, zeros, 1.0, PackedFormat(format.number)
     if study.format != Q4_0:
         raise ValueError(f"format {study.format} has layout {PACKED} alone, not {study.layout}")

@@ -9,6 +9,8 @@ from ..packed_formats import FORMATS, SCALE_BYTES, Format, QuantValues, ZeroPoin
 
 _MARK = "// Written by the build (hf_fastpath/native/generated.py) from hf_fastpath/packed_formats.py."
 
+#: where the kernels of experts are, which read every format that has kernels
+_EXPERTS = "packed_experts/"
 #: C++ file with one place for a format -> what the file has between its include and its end
 _INSTANCES = {
     "packed_gemv/packed_gemv_{name}.cu": """#include "packed_gemv/packed_gemv_launch.cuh"
@@ -20,6 +22,16 @@ constexpr PackedFormat kMade = {enumerator};
 template int64_t packed_format_workspace_bytes<kMade>(const GemvParams&, const PackedMatrix&);
 template void launch_packed_format<kMade>(const GemvParams&, int, const PackedMatrix&,
                                           const RopeAppendParams*, void*, cudaStream_t);
+
+}  // namespace hf_fastpath
+""",
+    f"{_EXPERTS}packed_experts_{{name}}.cu": """#include "packed_experts/packed_experts_kernel.cuh"
+
+namespace hf_fastpath {
+
+constexpr PackedFormat kMade = {enumerator};
+
+template void launch_packed_experts_format<kMade>(const PackedExpertsProduct&, cudaStream_t);
 
 }  // namespace hf_fastpath
 """,
@@ -57,10 +69,11 @@ struct PackedTraits {
   PackedZeros zeros;
   int zero;  // the quant of kFixed
   PackedScales scales;
-  int scale_bytes;   // of a scale
-  bool has_kernels;  // of its own, beside those that read any format
-  int steps;         // of kTable: 1 is so many steps
-  float table[16];   // of kTable: the values
+  int scale_bytes;    // of a scale
+  bool has_kernels;   // of its own, beside those that read any format
+  bool gpu_products;  // kernels of products on a GPU read it; else those of experts alone
+  int steps;          // of kTable: 1 is so many steps
+  float table[16];    // of kTable: the values
 };
 
 // By number in ops' schemas: hf_fastpath/choices.py has the names.
@@ -81,6 +94,17 @@ template <class F>
 static inline auto with_format(PackedFormat format, F&& f) {
   switch (format) {
 %(cases)s
+    default:
+      break;
+  }
+  __builtin_unreachable();
+}
+
+// The same of a format that kernels of products on a GPU read.
+template <class F>
+static inline auto with_gpu_format(PackedFormat format, F&& f) {
+  switch (format) {
+%(gpu_cases)s
     default:
       break;
   }
@@ -110,8 +134,9 @@ def _row(format: Format) -> str:
     for at in range(0, len(format.table), 4):
         lines.append(", ".join(f"{_FLOAT_ZEROS.sub('p', each.hex())}f" for each in format.table[at : at + 4]))
     table = f",{_NEW_LINE}".join(lines)
-    name, has_kernels = f'"{format.name}"', str(format.has_kernels).lower()
-    traits = (name, format.bits, values, format.group, zeros, format.zero, scales, format.scale_bytes, has_kernels)
+    kernels = [str(each).lower() for each in (format.has_kernels, format.has_gpu_products)]
+    name, bytes = f'"{format.name}"', format.scale_bytes
+    traits = (name, format.bits, values, format.group, zeros, format.zero, scales, bytes, *kernels)
     return f"    {{{', '.join(map(str, traits))}, {format.steps}, {{{table and _NEW_LINE + table}}}}},"
 
 
@@ -129,6 +154,7 @@ def files() -> dict[str, str]:
         "last": _enumerator(formats[-1]),
         "rows": "\n".join(map(_row, formats)),
         "cases": "\n".join(map(_case, own)),
+        "gpu_cases": "\n".join(_case(format) for format in own if format.has_gpu_products),
         "values": ", ".join(_camel(each.value) for each in QuantValues),
         "zeros": ", ".join(_camel(each.value) for each in ZeroPoints),
         "scales": ", ".join(map(_camel, SCALE_BYTES)),
@@ -136,6 +162,8 @@ def files() -> dict[str, str]:
     made = {"weights/formats.generated.h": f"{_MARK}\n{header}"}
     for place, text in _INSTANCES.items():
         for format in own:
+            if not format.has_gpu_products and not place.startswith(_EXPERTS):
+                continue
             named = text.replace("{enumerator}", _enumerator(format))
             made[place.format(name=format.name)] = f"{_MARK}\n{named}"
     return made

@@ -27,6 +27,7 @@ from .latent_attention import SPEC as latent_attention
 from .layer_norm import SPEC as layer_norm
 from .lora_down import SPEC as lora_down
 from .lora_up import SPEC as lora_up
+from .packed_experts import SPEC as packed_experts
 from .packed_gemm import SPEC as packed_gemm
 from .packed_gemv import SPEC as packed_gemv
 from .packed_gemv_swiglu import SPEC as packed_gemv_swiglu
@@ -69,6 +70,7 @@ __all__ = [
     "layer_norm",
     "lora_down",
     "lora_up",
+    "packed_experts",
     "packed_gemm",
     "packed_gemv",
     "packed_gemv_swiglu",

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import logs
+from .. import compat, logs
 from ..choices import InputQuants
 from ..compat import Conv1D, check_sizes, class_named, few_modules, model_of_config
+from ..linears.packed_experts import DOWN, GATE_UP, PackedExperts, PackedStacks
 from ..linears.packed_linear import PackedLinear
 from ..native import huge_pages, loader
 from ..options import MAX_BATCH, Options
@@ -28,7 +29,9 @@ from ..quantization.formats import (
     ReorderedWeight,
     RoundedInputWeight,
     padded,
+    scale_dtype,
 )
+from ..replacing.experts import experts_with
 from ..replacing.quantizing import Replaced, free_originals, places_of
 from .file_index import AGAIN
 from .files import PackedFiles, not_persistent
@@ -171,6 +174,18 @@ def _features(module: nn.Module | None) -> tuple[int, int] | None:
     return in_features, out_features
 
 
+def _features_of_stack(modules: dict[str, nn.Module], name: str) -> tuple[int, int] | None:
+    """Return (in_features, out_features of all experts) of a stack of matrices, or None for anything else."""
+    at, _, attribute = name.rpartition(".")
+    stacks = compat.expert_stacks(modules[at]) if attribute in (GATE_UP, DOWN) and at in modules else None
+    if stacks is None or attribute not in stacks.tensors:
+        return None
+    count, out_features, in_features = stacks.tensors[attribute].shape
+    if stacks.is_transposed:
+        in_features, out_features = out_features, in_features
+    return in_features, count * out_features
+
+
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter and buffer under each of its names."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -204,13 +219,13 @@ def _weights_differences(model: nn.Module, files: PackedFiles) -> Iterator[str]:
     for name, weight in files.header.weights.items():
         format = FORMATS[weight["format"]]
         sizes = weight["in_features"], weight["out_features"]
-        found = _features(modules.get(name))
+        found = _features(modules.get(name)) or _features_of_stack(modules, name)
         if found != sizes:
             what = "no linear layer" if found is None else f"{found[0]} -> {found[1]}"
             yield f"{name} is saved as {sizes[0]} -> {sizes[1]}, in the model it is {what}"
         shapes = {
             "quants": ("uint8", [sizes[1], padded(sizes[0]) * format.bits // 8]),
-            "scales": (format.scale_dtype, [sizes[1], format.groups(sizes[0])]),
+            "scales": (str(scale_dtype(format)).removeprefix("torch."), [sizes[1], format.groups(sizes[0])]),
         }
         if format.has_zeros:
             shapes["zeros"] = ("uint8", shapes["scales"][1])
@@ -232,6 +247,7 @@ def _other_differences(model: nn.Module, files: PackedFiles) -> Iterator[str]:
         name: tensor
         for name, tensor in _tensors_of(model).items()
         if name.removesuffix(".weight") not in header.weights or not name.endswith(".weight")
+        if name not in header.weights
     }
     made_here = set(not_persistent(model))
     beside = files.names_beside(iter(header.weights))
@@ -331,15 +347,33 @@ class _Loading:
             else:
                 self._set(module._buffers, attribute, tensor)
         places = places_of(model)
+        stacks: dict[str, dict[str, PackedWeight]] = {}
         for name, weight in self._weights.items():
+            at, _, attribute = name.rpartition(".")
+            if attribute in (GATE_UP, DOWN) and attribute in (experts := model.get_submodule(at))._parameters:
+                assert isinstance(weight, PackedWeight), "stacks have no order of inputs"
+                stacks.setdefault(at, {})[attribute] = weight
+                if len(found := stacks[at]) == 2:
+                    made = experts_with(experts, PackedStacks(found[GATE_UP], found[DOWN]))
+                    self._replace(state, experts, made, places[id(experts)])
+                continue
             linear = model.get_submodule(name)
             bias = linear.bias if hasattr(linear, "bias") else None
             packed = PackedLinear(weight, bias, linear.weight.dtype).train(linear.training)
-            done = Replaced(linear, packed, places[id(linear)])
-            state.ledger.replaced.append(done)
-            for parent, attribute in done.places:
-                parent._modules[attribute] = packed
+            self._replace(state, linear, packed, places[id(linear)])
         state.lost = _LOST
+
+    @staticmethod
+    def _replace(
+        state: PatchState,
+        original: nn.Module,
+        packed: PackedLinear | PackedExperts,
+        places: list[tuple[nn.Module, str]],
+    ) -> None:
+        done = Replaced(original, packed, places)
+        state.ledger.replaced.append(done)
+        for parent, attribute in done.places:
+            parent._modules[attribute] = packed
 
     def _set(self, contents: dict, name: str, value: Any) -> None:
         self._before.append((contents, name, contents[name]))

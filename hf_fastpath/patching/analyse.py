@@ -89,7 +89,7 @@ def _quantized(
     if options.weights is None:
         return (), None
     refusal = quantizing.why_not_quantized(model, whole, options, reason)
-    return quantizing.replacements(whole, options) if whole is not None and refusal is None else (), refusal
+    return quantizing.replacements(whole, options, model) if whole is not None and refusal is None else (), refusal
 
 
 def _analyse_shards(model: nn.Module, options: Options, no_kernels: str | None) -> PatchPlan:

@@ -13,12 +13,31 @@ from ..choices import InputQuants, PackedFormat
 from ..packed_formats import BLOCK, FORMATS, SUB_BLOCKS, Format, padded
 
 __all__ = ["BLOCK", "FORMATS", "Format", "InputRounding", "PackedWeight", "ReorderedWeight", "RoundedInputWeight"]
-__all__ += ["is_multiplier", "pack", "padded", "scale_dtype", "unpack"]
+__all__ += ["is_multiplier", "pack", "padded", "scale_bits", "scale_dtype", "scale_values", "unpack"]
+
+#: bits of 2^-127, the scale of a byte that is 0; behind the sign, bits of other powers are the byte alone
+_LEAST_POWER = 0x00400000
 
 
 def scale_dtype(format: Format) -> torch.dtype:
-    """Return the type of a format's scales."""
-    return getattr(torch, format.scale_dtype)
+    """Return the type of the tensor that holds a format's scales."""
+    return torch.uint8 if format.scale_dtype == "e8m0" else getattr(torch, format.scale_dtype)
+
+
+def scale_values(format: Format, scales: torch.Tensor) -> torch.Tensor:
+    """Return scales in float32, which holds all of them."""
+    if format.scale_dtype != "e8m0":
+        return scales.float()
+    return (scales.int() << 23).clamp_(min=_LEAST_POWER).view(torch.float32)
+
+
+def scale_bits(format: Format, scales: torch.Tensor) -> torch.Tensor:
+    """Return scales of float32 as the format holds them, rounded to nearest."""
+    if format.scale_dtype != "e8m0":
+        return scales.to(scale_dtype(format))
+    mantissa, exponent = torch.frexp(scales.abs())  # from 0.5 up to 1
+    power = exponent - (mantissa < math.sqrt(0.5)).to(exponent.dtype)
+    return (power + 127).clamp_(0, 254).to(torch.uint8)
 
 
 def is_multiplier(value: Any) -> bool:
@@ -34,7 +53,7 @@ class PackedWeight:
         format: its format.
         in_features: weights of a row, without padding.
         quants: uint8 [out_features, bytes of a row].
-        scales: float16 or float32, as the format says, [out_features, groups].
+        scales: float16, float32, or uint8 that are powers of two, as the format says, [out_features, groups].
         zeros: uint8 [out_features, groups], or None if the format has no zero points.
         multiplier: a power of two.
     """
@@ -116,7 +135,7 @@ class PackedWeight:
         float32 holds them exactly where scales are float16; a product with a scale in float32 is rounded.
         """
         quants = unpack(self.format, self.quants)
-        rows, scales = self.out_features, self.scales.float()[..., None]
+        rows, scales = self.out_features, scale_values(self.format, self.scales)[..., None]
         codebook = torch.stack([scales.new_full((), value) for value in self.format.codebook])  # a graph may hold it
         values = codebook[quants.int()].view(rows, scales.shape[1], -1)
         if self.zeros is not None:

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from ..packed_formats import QuantValues
-from .formats import Format, PackedWeight, pack, padded, scale_dtype
+from .formats import Format, PackedWeight, pack, padded, scale_bits, scale_values
 
 #: factors of the plain scale that are tried: a smaller scale clips the largest weights and is finer for all others
 _SHRINKS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.81, 0.77, 0.72)
@@ -48,6 +48,8 @@ def quantize(weight: torch.Tensor, format: Format) -> PackedWeight:
         each = _look_up_rows if takes_largest else _quantize_rows
         pieces = [each(piece, format, width, multiplier) for piece in weight.split(rows)]
         quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in zip(*pieces))
+        if format.scale_dtype == "e8m0":  # whose range is that of float32
+            scales, multiplier = (scales.int() + (math.frexp(multiplier)[1] - 1)).clamp_(0, 254).to(torch.uint8), 1.0
     return PackedWeight(format, weight.shape[1], quants, scales, zeros, multiplier)
 
 
@@ -115,7 +117,7 @@ class _Best:
     def try_scale(self, scale: torch.Tensor, zero: torch.Tensor | None = None) -> None:
         """Take the scale, rounded as the format holds it, in the groups in which it makes the squared error less."""
         zero = self._zero if zero is None else zero
-        scale = scale.to(scale_dtype(self._format)).float()
+        scale = scale_values(self._format, scale_bits(self._format, scale))
         error = (self._steps(scale, zero) * scale).sub_(self._w).square_().sum(-1, keepdim=True)
         better = error < self._error
         self._error = torch.where(better, error, self._error)
@@ -131,7 +133,7 @@ class _Best:
     def packed(self, rows: int):
         format = self._format
         steps = self._steps(self._scale, self._zero).view(rows, -1)
-        scales = self._scale.to(scale_dtype(format)).view(rows, -1)
+        scales = scale_bits(format, self._scale).view(rows, -1)
         zeros = self._zero.to(torch.uint8).view(rows, -1) if format.has_zeros else None
         if format.is_float:
             return pack(format, steps.to(torch.float8_e4m3fn).view(torch.uint8)), scales, zeros

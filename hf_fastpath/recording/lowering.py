@@ -304,11 +304,16 @@ class Lowering:
         return self.attention(self._times(queries, factor), **attend)
 
     def _experts(self, call: Call, x, ids, weights, **arguments) -> Any:
-        return self.to.experts(composed.run_experts, x=x, ids=ids, weights=weights, **arguments)
+        given = self._with_stacks(arguments)
+        return self.to.experts(composed.run_experts, x=x, ids=ids, weights=weights, **given)
 
     def _routed_experts(self, call: Call, residual=None, **arguments) -> Any:
         others = dict(gate_up_bias=None, down_bias=None, transposed=False) | arguments
-        return self.to.experts(residual=residual, **others)
+        return self.to.experts(residual=residual, **self._with_stacks(others))
+
+    def _with_stacks(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        stacks = {name: self._stand_ins.stack(arguments[name]) for name in ("gate_up_weight", "down_weight")}
+        return arguments | stacks
 
     def _scaled_experts(self, call: Call, **arguments) -> Any:
         return self.to.experts(composed.scaled_experts, **arguments)

@@ -161,9 +161,24 @@ def latent_attend(q, states, layer, scale, window, weight, cos=None, sin=None, r
     raise NotImplementedError("attention is run by an op over a cache alone")
 
 
-def experts(x, ids, weights, gate_up_weight, down_weight, activation, residual=None, first_expert=0, **layout):
+def experts(
+    x,
+    ids,
+    weights,
+    gate_up_weight,
+    down_weight,
+    activation,
+    residual=None,
+    first_expert=0,
+    alternating=False,
+    **layout,
+):
     """See ``ops.fused_experts``, which also has the arguments in ``layout``; the weights are those of the experts from
-    ``first_expert`` on."""
+    ``first_expert`` on. Rows of gate and up alternate in weights that stand for quantized ones."""
+    if alternating:
+        gate_up_weight = torch.cat((gate_up_weight[:, ::2], gate_up_weight[:, 1::2]), dim=1)
+        if (bias := layout.get("gate_up_bias")) is not None:
+            layout["gate_up_bias"] = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
     stacks, ids = (gate_up_weight, down_weight), ids.long() - first_expert
     return ops.fused_experts.reference(x, ids, weights, *stacks, residual, activation, **layout)
 

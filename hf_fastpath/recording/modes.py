@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .. import compat
 from ..choices import NormKind
 from ..decode.calls.named_calls import Register, by_name
 from ..decode.model.modules import is_packed
+from ..linears.packed_experts import DOWN, GATE_UP, PackedExperts
 from ..linears.packed_linear import PackedLinear
 from . import marks
 from .recorded_step import Span, Unrecordable
@@ -250,7 +252,9 @@ def spans(recorder: Recorder) -> Iterator[None]:
     bound = []
     try:
         for path, module in recorder.skeleton.copy.named_modules():
-            if compat.loops_over_experts(module):
+            if type(module) is PackedExperts:
+                vars(module)["forward"] = _packed_experts_forward(recorder, path)
+            elif compat.loops_over_experts(module):
                 vars(module)["forward"] = functools.partial(recorder.experts, module)
             elif is_packed(module):
                 vars(module)["forward"] = _packed_forward(recorder, module, path)
@@ -306,6 +310,29 @@ def _packed_forward(recorder: Recorder, module: PackedLinear, path: str) -> Call
         with recorder.quiet():
             out = x.new_empty(*x.shape[:-1], real.out_features)
         recorder.emit(marks.linear, {"x": x, "weight": recorder.skeleton.quantized[path], "bias": real.bias}, out)
+        return out
+
+    return forward
+
+
+def _packed_experts_forward(recorder: Recorder, path: str) -> Callable[..., Any]:
+    real = recorder.skeleton.model.get_submodule(path)
+    assert isinstance(real, PackedExperts)
+    biases = dict(zip(("gate_up_bias", "down_bias"), real.biases))
+    given: dict[str, Any] = {name: each for name, each in biases.items() if each is not None}
+    with compat.without_modes():
+        for role, name in (("gate_up", GATE_UP), ("down", DOWN)):
+            stack = recorder.skeleton.quantized[f"{path}.{name}"]
+            given[f"{role}_weight"] = stack.unflatten(0, (real.num_experts, -1))
+    given |= {each.name: getattr(real.how, each.name) for each in fields(real.how)}
+
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        if recorder.is_rehearsing:
+            return torch.empty_like(hidden_states)
+        with recorder.quiet():
+            out = torch.empty_like(hidden_states)
+        chosen = dict(x=hidden_states, ids=top_k_index, weights=top_k_weights)
+        recorder.emit(marks.experts, chosen | given, out)
         return out
 
     return forward

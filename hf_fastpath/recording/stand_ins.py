@@ -17,7 +17,7 @@ from .errors import StandInRead
 from .recorded_step import Recording
 
 #: marks whose matrices may be stand-ins
-_OF_PRODUCTS = (marks.linear, marks.gated, marks.projected_attention)
+_OF_PRODUCTS = (marks.linear, marks.gated, marks.projected_attention, marks.experts, marks.routed_experts)
 
 
 class StandIns:
@@ -39,6 +39,10 @@ class StandIns:
             return whole
         first = matrix.storage_offset() // matrix.shape[1]
         return whole.rows(first, len(matrix))
+
+    def stack(self, matrices: torch.Tensor) -> torch.Tensor | Weight:
+        """Return matrices of experts as they are, or the weight that they stand for, whose rows are all of theirs."""
+        return self._weights[_memory(matrices)] if matrices in self else matrices
 
     def tensors_in(self, call: Call) -> Iterator[torch.Tensor]:
         """Yield the tensors that a call reads, in the place of stand-ins those of the weights that these stand for."""

@@ -67,7 +67,7 @@ def resize_token_embeddings(
 def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Load as the class does, unless there are weights for layers that are quantized."""
     packed = (name for name, module in self.named_modules() if type(module) is PackedLinear)
-    unread = [name for name in packed if f"{name}.weight" in state_dict]
+    unread = [name for name in packed if f"{name}.weight" in state_dict or name in state_dict]
     if unread:
         raise ValueError(
             f"load_state_dict() got {unread[0]}.weight and {len(unread) - 1} more weights of layers that are quantized "

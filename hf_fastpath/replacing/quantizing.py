@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +15,17 @@ from ..compat import Conv1D, ShardStyle, is_sharded, local_tensor, merged_layer,
 from ..decode.ranks.rank_calls import style_of
 from ..decode.sources.step_source import StepSource
 from ..linears.checkpoints import family_of
+from ..linears.packed_experts import PackedExperts
 from ..linears.packed_linear import PackedLinear
 from ..native import heap, loader
 from ..ops.packed_gemv import SPEC
 from ..options import HEADS, Options
 from ..progress import announced, counted
-from ..quantization.formats import FORMATS, AnyPackedWeight, Format
+from ..quantization.formats import FORMATS, Format
 from ..quantization.quantizer import quantize
 from ..reasons import class_name, explained, named
 from ..registry import PLAIN_TENSORS
+from .experts import experts_of, quantized_experts
 
 
 @dataclass(eq=False)
@@ -37,9 +40,9 @@ class Replaced:
     """
 
     original: nn.Module
-    packed: PackedLinear
+    packed: PackedLinear | PackedExperts
     places: list[tuple[nn.Module, str]]
-    restore: Callable[[nn.Module, AnyPackedWeight], None] | None = None
+    restore: Callable[[nn.Module, Any], None] | None = None
 
     def undo(self, elsewhere: Sequence[tuple[nn.Module, str]] = ()) -> None:
         """Put the layer back, with its weight on the device of the quantized one.
@@ -75,11 +78,13 @@ class Replacement:
             product can compute them.
         format: format of their weights.
         is_head: whether this is the head.
+        experts: modules with the experts of a mixture.
     """
 
     groups: tuple[tuple[nn.Module, ...], ...]
     format: Format
     is_head: bool = False
+    experts: tuple[nn.Module, ...] = ()
 
 
 def why_not_quantized(
@@ -123,22 +128,25 @@ def why_not_quantized(
     if options.lm_head != HEADS[0] and type(part.head) is not nn.Linear:
         kind = class_name(part.head)
         return f"lm_head={options.lm_head!r} takes a model whose head is a linear layer, as this one's, {kind}, is not"
-    if not replacements(part, options):
+    if not replacements(part, options, model):
         return f"{wanted} finds no nn.Linear in the step of this {type(model).__name__}: leave weights= out"
     return None
 
 
-def replacements(part: StepSource, options: Options) -> tuple[Replacement, ...]:
+def replacements(part: StepSource, options: Options, model: nn.Module) -> tuple[Replacement, ...]:
     """Return what is to be quantized as the options of ``patch()`` ask for.
 
-    The result has the projections of every decoder layer, and the head. The weights of a mixture's experts are left
-    alone, and so is what a token's step does not run: towers, an encoder, keys and values of what it has read.
+    The result has the projections of every decoder layer, the experts of mixtures that ``ops.packed_experts`` computes,
+    and the head. What a token's step does not run is left alone: towers, an encoder, keys and values of what it has
+    read.
     """
     format = FORMATS[options.weights]
     found = []
     for groups in part.projection_groups():
         owners = (tuple(map(part.owner, linears)) for linears in groups)
         found.append(Replacement(tuple(owners), format))
+    if part.ranks is None:
+        found += [Replacement((), format, experts=(each,)) for each in experts_of(model)]
     if options.lm_head != HEADS[0]:
         found.append(Replacement(((part.owner(part.head),),), FORMATS[options.lm_head], is_head=True))
     return tuple(found)
@@ -162,6 +170,8 @@ def quantize_model(
         for layer in layers:
             for linears in layer.groups:
                 _replace(linears, layer.format, places, shared, replaced)
+            for experts in layer.experts:
+                _replace_experts(experts, layer.format, places, shared, replaced)
             bar.update()
     for head in asked:
         if head.is_head:
@@ -199,6 +209,25 @@ def _replace(
         replaced.append(done)
         if id(linear.weight) not in shared:  # the embedding's, which stays, may be the head's
             move(linear.weight, "cpu")
+
+
+def _replace_experts(
+    experts: nn.Module,
+    format: Format,
+    places: dict[int, list[tuple[nn.Module, str]]],
+    shared: set[int],
+    replaced: list[Replaced],
+) -> None:
+    packed = quantized_experts(experts, format)
+    place_like(experts, packed)
+    done = Replaced(experts, packed, places[id(experts)])
+    for parent, name in done.places:
+        parent._modules[name] = packed
+    replaced.append(done)
+    kept = {id(each) for each in packed.biases}
+    for tensor in experts.parameters():
+        if id(tensor) not in shared | kept:
+            move(tensor, "cpu")
 
 
 def free_originals(model: nn.Module, replaced: list[Replaced]) -> None:

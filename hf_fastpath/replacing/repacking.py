@@ -24,6 +24,7 @@ from ..native import heap, loader
 from ..ops import packed_gemv
 from ..progress import counted
 from .counterparts import repacked
+from .mxfp4_experts import is_mxfp4, repack_experts
 from .quantizing import Replaced, places_of
 from .rewriting import Restoring, Rewriting
 
@@ -60,11 +61,19 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
         quiet: show no progress on a terminal.
     """
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    if not any(map(family_of, model.modules())) or len(devices) != 1:
+    has_experts = any(map(is_mxfp4, model.modules()))
+    if not (has_experts or any(map(family_of, model.modules()))) or len(devices) != 1:
         return
     (device,) = devices
     if device not in packed_gemv.native or not loader.is_native(device):
         return
+    if has_experts:
+        first, start = len(replaced), time.monotonic()
+        repack_experts(model, replaced, quiet)
+        if not quiet and len(replaced) > first:
+            logs.say(_announcement(replaced[first:], time.monotonic() - start))
+        if not any(map(family_of, model.modules())):
+            return
     known = structural.known_for(model, architectures())
     part = next(filter(None, (model_part(architecture, model) for architecture in known)), None)
     if part is not None and part.other_reason() is not None:

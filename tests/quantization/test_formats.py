@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_fastpath.quantization import FORMATS, quantize
-from hf_fastpath.quantization.formats import BLOCK, pack, padded, unpack
+from hf_fastpath.quantization.formats import BLOCK, pack, padded, scale_values, unpack
 
 over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
@@ -77,7 +77,8 @@ def test_float32_holds_every_weight(format):
     steps = torch.tensor(format.codebook, dtype=torch.float64)[unpack(format, packed.quants).long()]
     zeros = 0 if packed.zeros is None else packed.zeros.double()[..., None]
     steps = steps.view(64, packed.scales.shape[1], -1) - zeros
-    exact = (steps * (packed.scales.double()[..., None] * packed.multiplier)).view(64, -1)
+    scales = scale_values(format, packed.scales).double()
+    exact = (steps * (scales[..., None] * packed.multiplier)).view(64, -1)
     if format.scale_dtype == "float32":  # the product is rounded once
         exact = exact.float().double()
     assert torch.equal(packed.dequantize().double(), exact)

@@ -56,7 +56,8 @@ def test_odd_shapes_and_types(format, dtype):
         packed = quantize(weight, format)
         assert packed.in_features == columns and packed.out_features == rows
         error = (packed.dequantize() - weight.float()).norm() / weight.float().norm()
-        assert error < (0.15 if format.bits == 4 else 0.04)
+        coarse = 0.21 if format.scale_dtype == "e8m0" else 0.15  # a single 5 becomes 4 or 6 times a power of two
+        assert error < (coarse if format.bits == 4 else 0.04)
 
 
 @over_formats

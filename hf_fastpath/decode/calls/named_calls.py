@@ -1,8 +1,8 @@
 """Calls of ops with named arguments: a step is a list of such calls, and passes read and write such lists.
 
-An op's schema is flat. In a call, ``KVCache``, :class:`Norm`, :class:`HeadNorms` and ``PackedWeight`` stand for the
-arguments that belong together, under the names ``cache``, ``norm``, ``head_norms`` and ``packed``. Binding a call to
-its op takes these values apart.
+An op's schema is flat. In a call, ``KVCache``, :class:`Norm`, :class:`HeadNorms`, ``PackedWeight`` and ``PackedStacks``
+stand for the arguments that belong together, under the names ``cache``, ``norm``, ``head_norms``, ``packed`` and
+``stacks``. Binding a call to its op takes these values apart.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...choices import NormKind
+from ...linears.packed_experts import PackedStacks
 from ...ops.kv_cache import KVCache
 from ...quantization import PackedWeight
 
@@ -82,6 +83,7 @@ class HeadNorms:
 
 #: values that binding takes apart, by their name in a call
 _VALUES: dict[str, Any] = {"cache": KVCache, "norm": Norm, "head_norms": HeadNorms, "packed": PackedWeight}
+_VALUES["stacks"] = PackedStacks
 _APART = frozenset(_VALUES.values())
 
 
@@ -107,9 +109,10 @@ class Call:
 #: most of what calls are given; there are thousands of calls, and passes ask again and again
 _WITHOUT_REGISTERS = frozenset(
     {type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, PackedWeight}
+    | {PackedStacks}
 )
 #: values that may hold tensors of the model
-_OF_TENSORS = (Norm, HeadNorms, PackedWeight)
+_OF_TENSORS = (Norm, HeadNorms, PackedWeight, PackedStacks)
 
 
 def registers_in(value: Any) -> list[Register]:

@@ -18,7 +18,7 @@ from ...ops.gemv import MAX_ROWS
 from ...options import MAX_BATCH
 from ...registry import PLAIN_TENSORS
 from ..calls.named_calls import Call
-from . import composed
+from . import composed, packed_experts
 
 #: elements of a down matrix up to which an expert's calls from Python take longer than its products; measured on a
 #: Zen 4 core
@@ -164,6 +164,8 @@ def most_sequences(mixtures: Iterable[Mapping[str, Any]]) -> int:
 
 def waits_for_choice(call: Call) -> bool:
     """Whether the host waits in a call until a GPU has chosen experts, which a CUDA graph cannot hold."""
+    if call.op in packed_experts.OF_PACKED:
+        return call.arguments["stacks"].down.device.type != "cpu"
     return call.op in OF_MANY.values() and _wait(call.arguments)
 
 

@@ -27,6 +27,7 @@ from ..ranks.rank_calls import Shard, gathered, own_inputs, summed
 from . import composed, many_experts, many_rows
 from .attend import attend
 from .formulas import Gated, Mixture, Product, Queries, Scores
+from .packed_experts import packed_mixture
 from .prepared_inputs import prepared_input, prepared_product
 
 
@@ -395,6 +396,7 @@ ATTENTION: tuple[Route, ...] = (
 )
 #: experts, see :class:`Mixture`
 EXPERTS: tuple[Route, ...] = (
+    Route("packed_experts", lambda to, asked: isinstance(asked.given["down_weight"], PackedWeight), packed_mixture),
     Route("routed_experts, or fused_experts", lambda to, asked: to.rows <= MAX_ROWS, Lower._experts_of_few),
     Route("choose_experts, and products of each expert's rows", lambda to, asked: True, Lower._experts_of_many),
 )

@@ -12,6 +12,9 @@ from ... import architecture as arch
 from ...architecture import Architecture
 from ...choices import Activation
 from ...compat import activation_of, experts_function, is_known_code, is_sharded, name_of
+from ...linears.packed_experts import PackedExperts
+from ...native import loader
+from ...ops import packed_experts
 from ...ops.choose_experts import MAX_EXPERTS
 from ...ops.fused_experts import EXPERT_GATES, MAX_TOP_K
 from ...reasons import Cause, class_name
@@ -200,7 +203,15 @@ class MoEPart(Part):
         return child(self.module, self.spec.experts)
 
     @property
+    def packed(self) -> PackedExperts | None:
+        """The experts if their weights are quantized, else None."""
+        experts = self.experts
+        return experts if type(experts) is PackedExperts else None
+
+    @property
     def activation(self) -> Activation | None:
+        if (packed := self.packed) is not None:
+            return packed.how.activation
         name = self.spec.activation
         return Activation.CLAMPED_SWIGLU if name is None else activation_of(child(self.experts, name))
 
@@ -222,26 +233,33 @@ class MoEPart(Part):
     @property
     def gate_limits(self) -> tuple[float, ...]:
         """alpha and limit of a clamped gate."""
+        if (packed := self.packed) is not None:
+            return packed.how.alpha, packed.how.limit
         clamped = self.spec.clamped
         return () if clamped is None else tuple(float(getattr(self.experts, name)) for name in clamped[1:])
 
-    def stacks(self) -> list[torch.Tensor]:
+    def stacks(self) -> list[Any]:
         """Return the weights of all experts: gate and up, and down."""
+        if (packed := self.packed) is not None:
+            return [packed.stacks.gate_up, packed.stacks.down]
         return [getattr(self.experts, name) for name in (self.spec.gate_up, self.spec.down)]
 
     def stack_biases(self) -> list[torch.Tensor | None]:
         """Return the biases of all experts, in the same order."""
+        if (packed := self.packed) is not None:
+            return list(packed.biases)
         names = self.spec.gate_up_bias, self.spec.down_bias
         return [None if name is None else getattr(self.experts, name) for name in names]
 
     def parameters(self) -> list[torch.Tensor | None]:
         if self.other_reason() is not None:
             return []
-        return [*weight_and_bias(self.router), *self.stacks(), *self.stack_biases()]
+        stacks = self.stacks() if self.packed is None else []  # as of PackedLinear
+        return [*weight_and_bias(self.router), *stacks, *self.stack_biases()]
 
     def _constants_reason(self) -> str | None:
         """Return why a step cannot hold the numbers of router and experts, or None."""
-        paths = () if self.spec.clamped is None else self.spec.clamped[1:]
+        paths = () if self.spec.clamped is None or self.packed is not None else self.spec.clamped[1:]
         reasons = [number_reason(self.experts, path) for path in paths]
         if type(self.top_k) is not int or self.top_k < 1:
             reasons.append(Cause("unsupported_config", f"{self.spec.top_k}={self.top_k!r}", self.router))
@@ -249,7 +267,7 @@ class MoEPart(Part):
 
     def _gate_reason(self) -> str | None:
         """Return a reason if the experts' method that applies the gate, if there is one, is not the family's own."""
-        if self.spec.clamped is None:
+        if self.spec.clamped is None or self.packed is not None:
             return None
         name, experts = self.spec.clamped[0], self.experts
         method = getattr(experts, name)
@@ -268,7 +286,8 @@ class MoEPart(Part):
         if (reason := self._code_reason()) is not None:  # asked first: a forward on the instance may change the inside
             return reason
         inside = (self.router, spec.router_class), (self.experts, spec.experts_class)
-        other = next((module for module, class_name in inside if not self._is_of(module, class_name)), None)
+        known = (pair for pair in inside if type(pair[0]) is not PackedExperts)
+        other = next((module for module, class_name in known if not self._is_of(module, class_name)), None)
         return None if other is None else odd_module(other)
 
     def reason(self) -> str | None:
@@ -291,6 +310,12 @@ class MoEPart(Part):
             return Cause("unsupported_activation", f"gate {self.activation}, limits {self.gate_limits}", experts)
         if (reason := self._gate_reason()) is not None:
             return reason
+        if (packed := self.packed) is not None:
+            where = packed.quants.device.type
+            if where not in packed_experts.native and not packed.is_described:
+                code = loader.why_not_native(where) or "no_native_library"
+                return Cause(code, f"quantized weights on {where}", packed)
+            return self._code_reason(router) or own_code_reason(packed, type(packed).__module__)
         function = experts_function(experts)
         if not is_known_code(function, self.architecture.module):
             return Cause("experts_function", name_of(function), experts)

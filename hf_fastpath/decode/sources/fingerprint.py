@@ -7,13 +7,16 @@ from typing import Any
 from torch import nn
 
 from ..model.modules import is_packed
+from ..model.parts import MoEPart
 
 
 def fingerprint(part: Any) -> tuple:
     """Return what a decode plan records of the model: constants, and parameters with their addresses and dtypes."""
     parameters: list[tuple | None] = [None if p is None else (id(p), p.data_ptr(), p.dtype) for p in part.parameters()]
     linears = [part.head, *(linear for layer in part.layers for linear in layer.projections())]
-    parameters += [(id(linear.quants), linear.quants.data_ptr()) for linear in linears if is_packed(linear)]
+    packed: list[Any] = [linear for linear in linears if is_packed(linear)]
+    packed += [layer.mlp.packed for layer in part.layers if isinstance(layer.mlp, MoEPart) and layer.mlp.packed]
+    parameters += [(id(linear.quants), linear.quants.data_ptr()) for linear in packed]
     constants = [
         (layer.attention.scaling, layer.attention.softcap, layer.attention.num_heads, layer.window)
         + layer.mlp.constants

@@ -146,7 +146,8 @@ def mixture(
     experts: Callable[..., Any] = ops.routed_experts.overload,
 ) -> Any:
     """Emit ``residual + part(norm(x))`` as ``experts`` computes it; ``composed.experts_and_weights`` is one such op."""
-    if norm is not None and part.spec.transposed:  # the kernels of such experts take no norm
+    packed = part.packed
+    if packed is None and norm is not None and part.spec.transposed:  # the kernels of such experts take no norm
         x, norm = to.normed(x, norm_of(norm)), None
     (gate_up, down), (gate_up_bias, down_bias) = part.stacks(), part.stack_biases()
     shard, others = shard_of(part.experts), dict(zip(("alpha", "limit"), part.gate_limits))
@@ -166,7 +167,7 @@ def mixture(
         activation=part.activation,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
-        transposed=part.spec.transposed,
+        **(dict(transposed=part.spec.transposed) if packed is None else dict(alternating=packed.how.alternating)),
         **others,
     )
     return made if shard is None else to.emit(summed, x=made, residual=residual, shard=shard)

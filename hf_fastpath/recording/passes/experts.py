@@ -113,6 +113,14 @@ def stacked_experts(recording: Recording, model: nn.Module) -> None:
     recording.rewrite(instead, {})
 
 
+def formula_of(module: nn.Module, stacks: compat.ExpertStacks) -> dict[str, Any] | None:
+    """Return arguments of ``ops.fused_experts``, besides weights, with which the op computes what a module does; None
+    if there are none."""
+    if compat.loops_over_experts(module) and not _gathers(module, stacks):
+        return None
+    return next(_formulas(module, stacks), None)
+
+
 def _is_stack(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return type(tensor) in PLAIN_TENSORS and tensor.dtype == dtype and tensor.stride(-1) == 1
 

@@ -48,7 +48,7 @@ def _is_of_stack(recording: Recording, call: Call) -> bool:
     stack: Any = call.arguments.get("mat2")
     if call.op is not _aten.bmm.default or not isinstance(call.arguments["self"], Register):
         return False
-    return type(stack) in PLAIN_TENSORS and stack.dtype in FLOAT_DTYPES and stack.stride(-1) == 1
+    return type(stack) in PLAIN_TENSORS and not stack.is_meta and stack.dtype in FLOAT_DTYPES and stack.stride(-1) == 1
 
 
 def _between(recording: Recording, producers: dict[int, Call], register: Register) -> list[Call]:

@@ -65,6 +65,8 @@ def _fit(recording: Recording, routed: Call, inside: Call, down: Call) -> bool:
     if any(type(each) not in PLAIN_TENSORS or each.is_meta or each.stride(-1) != 1 for each in weights):
         return False
     stack, x = given["down_weight"], given["x"]
+    if stack.is_meta:  # which stands for quantized ones
+        return False
     if given.get("transposed") or {each.dtype for each in weights} != {stack.dtype, recording.fact(x).dtype}:
         return False
     if down.arguments.get("transposed") or down.arguments.get("norm") is not None:
