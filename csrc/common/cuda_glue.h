@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/cuda_check.cuh"
+#include "common/callable_ops.h"
 #include "common/torch_glue.h"
 
 namespace hf_fastpath {

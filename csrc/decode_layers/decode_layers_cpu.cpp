@@ -1,4 +1,5 @@
 // torch.ops.hf_fastpath.decode_layers on the CPU: see hf_fastpath/ops/decode_layers.py for the contract.
+#include "common/callable_ops.h"
 #include "decode_layers/decode_layers_glue.h"
 
 namespace hf_fastpath {
@@ -14,6 +15,6 @@ struct Ops {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("decode_layers", TORCH_BOX(&decode_layers<Ops>)); }
+HF_FASTPATH_KERNEL(CPU, "decode_layers", decode_layers<Ops>)
 
 }  // namespace hf_fastpath

@@ -1,5 +1,6 @@
 // torch.ops.hf_fastpath.packed_layers on the CPU: see hf_fastpath/ops/packed_layers.py for the contract. The
 // ops of a decoder layer one after the other, without the way back to Python.
+#include "common/callable_ops.h"
 #include "common/composed_ops.h"
 
 namespace hf_fastpath {
@@ -73,7 +74,7 @@ Tensor packed_layers(const Tensor& token, const std::vector<Tensor>& weights,
   return x;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("packed_layers", TORCH_BOX(&packed_layers)); }
+HF_FASTPATH_KERNEL(CPU, "packed_layers", packed_layers)
 
 }  // namespace
 }  // namespace hf_fastpath

@@ -124,7 +124,7 @@ class Stages(Program):
     def emit(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
         stage = self._stages[-1]
         arguments = {name: self._here(value) for name, value in by_name(op, positional, named).items()}
-        out = stage.program.emit(op, **arguments)
+        out = stage.program.keep(stage.program.emit(op, **arguments))  # another stage may read it
         self._made_on[out.index] = stage.device
         return out
 

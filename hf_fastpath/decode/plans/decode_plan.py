@@ -127,7 +127,7 @@ class DecodePlan:
             emit(_aten.exponential_.default, self.noise)
         logits, step = self._record_forward(part)
         self.program.move_to(self.device)
-        last = preferred = emit(_aten.select.int, logits, 1, 0)
+        last = preferred = self.program.keep(emit(_aten.select.int, logits, 1, 0))
         if part.token_shape:  # the host chooses, and the call below counts positions
             preferred = emit(_aten.narrow.default, last, 0, 0, self.batch)
         if self.sampled:

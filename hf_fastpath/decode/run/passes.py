@@ -12,7 +12,7 @@ from itertools import pairwise
 from ... import ops
 from ...quantization import PackedWeight
 from ..calls.named_calls import Call, Register, Step
-from ..calls.pass_table import CallList, Pass, PassTable, declare
+from ..calls.pass_table import CallList, Pass, PassTable, declare, switched_off
 from ..ranks.rank_calls import through_peers
 from .one_call import one_call
 
@@ -85,3 +85,7 @@ def passed(calls: list[Call], register: Callable[[], Register], step: Step) -> l
     listing = CallList(calls, register)
     PASSES.apply(listing, step, f"step-of-{step.rows}-rows")
     return listing.calls
+
+
+def runs_natively() -> bool:
+    return "native_calls" not in switched_off()

@@ -10,10 +10,8 @@ import torch
 
 from ...reasons import Cause
 from ..calls.named_calls import Call, Register, Step, bound, by_name
-from .passes import passed
-
-#: function, arguments, where values go (a list, a place in it, a register), register of the result
-_Bound = tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]
+from .native_calls import Bound, NativeCalls, runs_of
+from .passes import passed, runs_natively
 
 
 class Program:
@@ -31,7 +29,9 @@ class Program:
         self.values: list[Any] = [] if values is None else values
         self.calls: list[Call] = []
         self._passed = 0  # number of calls that the passes have seen
-        self._bound: list[_Bound] | None = None
+        self._kept: set[int] = set()
+        self._bound: list[Bound] | None = None
+        self._runs: dict[int, NativeCalls] = {}  # by the place of the first call
         self._read_last: list[list[int]] | None = None  # of each call: registers that no later call reads
 
     def register(self, value: Any = None) -> Register:
@@ -48,6 +48,11 @@ class Program:
         call = Call(op, by_name(op, positional, named), self.register())
         self.calls.append(call)
         return call.out
+
+    def keep(self, register: Register) -> Register:
+        """Note that a register is read behind the calls, and return it."""
+        self._kept.add(register.index)
+        return register
 
     def move_to(self, device: torch.device) -> None:
         """Note that the calls to come run on ``device``; a program of one device need not know."""
@@ -88,7 +93,7 @@ class Program:
         """Return the names of the calls in order."""
         return [call.name for call in self.calls]
 
-    def _bind(self) -> list[_Bound]:
+    def _bind(self) -> list[Bound]:
         made = []
         for call in self.calls:
             op, ordered = bound(call.op, call.arguments)
@@ -97,12 +102,26 @@ class Program:
             holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
             made.append((op, given, holes, call.out.index))
         self._bound = made
+        kept = {*self._kept, *(call.out.index for call in self.calls[-1:])}
+        found = runs_of(made, kept) if runs_natively() else []
+        self._runs = {each.begin: each for each in found}
         return made
 
     def run(self) -> None:
         """Make every call."""
         values = self.values
-        for op, arguments, holes, out in self._bound or self._bind():
+        calls = self._bound or self._bind()
+        place = 0
+        for run in self._runs.values():
+            self._make(calls[place : run.begin], values)
+            if not run.run(values):
+                self._make(calls[run.begin : run.end], values)
+            place = run.end
+        self._make(calls[place:], values)
+
+    @staticmethod
+    def _make(calls: Iterable[Bound], values: list[Any]) -> None:
+        for op, arguments, holes, out in calls:
             for target, place, index in holes:
                 target[place] = values[index]
             values[out] = op(*arguments)
@@ -173,3 +192,5 @@ class Program:
         for _, _, holes, _ in self._bound or ():
             for target, place, _ in holes:
                 target[place] = None
+        for run in self._runs.values():
+            run.release()
