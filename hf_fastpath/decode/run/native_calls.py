@@ -21,7 +21,8 @@ import torch
 
 from ...native import loader
 from ...registry import NAMESPACE, PLAIN_TENSORS, define
-from ..calls.named_calls import Register
+from ..calls.named_calls import Register, Step
+from ..calls.pass_table import CallList
 
 #: function, arguments, where values go (a list, a place in it, a register), register of the result
 Bound = tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]
@@ -48,6 +49,11 @@ _KINDS = {
 }
 _ABSENT = -1
 _ERROR_BYTES = 1000
+
+
+def native_calls(listing: CallList, step: Step) -> None:
+    """Pass: let the native library make calls that follow one another."""
+    listing.in_native_code = True
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ def _argument(kind: int, value: Any) -> tuple[int, Any] | None:
 
 
 def _is_tensor(value: Any) -> bool:
-    return type(value) is Register or type(value) in PLAIN_TENSORS
+    return type(value) is Register or _is_taken(value)
 
 
 def _call_of(place: int, bound: Bound, path: Path) -> _Call | None:
@@ -197,7 +203,8 @@ def runs_of(bound: Sequence[Bound], kept: Collection[int], device: str = "cpu") 
             break
         calls[odd.place] = None
     makers = {out for *_, out in bound}
-    return [NativeCalls(library, each, bound, readers, kept, makers) for each in found if len(each) >= LEAST_CALLS]
+    made = (NativeCalls(library, each, readers, kept, makers) for each in found if len(each) >= LEAST_CALLS)
+    return [each for each in made if each.has_constants]
 
 
 def _in_a_row(calls: Sequence[_Call | None]) -> Iterator[list[_Call]]:
@@ -233,7 +240,6 @@ class NativeCalls:
     Args:
         library: its functions.
         row: the calls.
-        bound: all calls of the program.
         readers: of each register the places of the calls that read it.
         kept: see :func:`runs_of`.
         makers: registers that calls of the program fill.
@@ -249,7 +255,6 @@ class NativeCalls:
         self,
         library: Any,
         row: list[_Call],
-        bound: Sequence[Bound],
         readers: dict[int, list[int]],
         kept: Collection[int],
         makers: Collection[int],
@@ -273,6 +278,11 @@ class NativeCalls:
         self._release_calls = library.hf_fastpath_release_calls
         weakref.finalize(self, library.hf_fastpath_drop_calls, self._handle)
         self._times = len(row) + 1
+
+    @property
+    def has_constants(self) -> bool:
+        """Whether the calls read a tensor that is known already, which says where they run."""
+        return bool(self._constants)
 
     def _is_read_outside(self, places: list[int]) -> bool:
         return any(place < self.begin or place >= self.end for place in places)
@@ -335,9 +345,9 @@ class NativeCalls:
         """Give the library what stays from run to run."""
         tensors = [*watched, *self._constants]
         self._last = None
-        if not tensors or not all(map(_is_taken, tensors)):
+        if not all(map(_is_taken, tensors)):
             return False
-        self._on = tensors[0]
+        self._on = tensors[-1]
         _hold_in_calls(self._on, tensors, self._handle)
         self._last = watched
         return True

@@ -11,7 +11,7 @@ import torch
 from ...reasons import Cause
 from ..calls.named_calls import Call, Register, Step, bound, by_name
 from .native_calls import Bound, NativeCalls, runs_of
-from .passes import passed, runs_natively
+from .passes import passed
 
 
 class Program:
@@ -29,6 +29,7 @@ class Program:
         self.values: list[Any] = [] if values is None else values
         self.calls: list[Call] = []
         self._passed = 0  # number of calls that the passes have seen
+        self._in_native_code = False
         self._kept: set[int] = set()
         self._bound: list[Bound] | None = None
         self._runs: dict[int, NativeCalls] = {}  # by the place of the first call
@@ -83,8 +84,9 @@ class Program:
     def optimize(self, step: Step) -> None:
         """Apply the passes to the calls that were recorded since the last time."""
         noted = self.calls[self._passed :]
-        self.calls[self._passed :] = passed(noted, self.register, step)
-        self._passed = len(self.calls)
+        listing = passed(noted, self.register, step)
+        self.calls[self._passed :] = listing.calls
+        self._passed, self._in_native_code = len(self.calls), listing.in_native_code
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -103,7 +105,7 @@ class Program:
             made.append((op, given, holes, call.out.index))
         self._bound = made
         kept = {*self._kept, *(call.out.index for call in self.calls[-1:])}
-        found = runs_of(made, kept) if runs_natively() else []
+        found = runs_of(made, kept) if self._in_native_code else []
         self._runs = {each.begin: each for each in found}
         return made
 
