@@ -145,9 +145,9 @@ class Stages(Program):
             reads.setdefault(made_on, []).append((value.index, self._carried[key].index))
         return self._carried[key]
 
-    def optimize(self, step: Step) -> None:
+    def optimize(self, step: Step, what: str = "step") -> None:
         for stage in self._stages:
-            stage.program.optimize(replace(step, one_call=False))
+            stage.program.optimize(replace(step, one_call=False), what)
 
     @property
     def calls(self) -> list:

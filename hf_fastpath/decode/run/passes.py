@@ -90,8 +90,8 @@ PASSES = declare(
 )
 
 
-def passed(calls: list[Call], register: Callable[[], Register], step: Step) -> CallList:
-    """Apply all passes to ``calls``."""
+def passed(calls: list[Call], register: Callable[[], Register], step: Step, title: str) -> CallList:
+    """Apply all passes to ``calls``; files of the list are in a folder of this title."""
     listing = CallList(calls, register)
-    PASSES.apply(listing, step, f"step-of-{step.rows}-rows")
+    PASSES.apply(listing, step, title)
     return listing

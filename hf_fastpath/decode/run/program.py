@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -81,10 +82,15 @@ class Program:
         """What bounds the speed of the calls, or keeps them from being captured."""
         return ()
 
-    def optimize(self, step: Step) -> None:
-        """Apply the passes to the calls that were recorded since the last time."""
+    def optimize(self, step: Step, what: str = "step") -> None:
+        """Apply the passes to the calls that were recorded since the last time.
+
+        Args:
+            step: the circumstances of the calls.
+            what: the calls are of, in names of files.
+        """
         noted = self.calls[self._passed :]
-        listing = passed(noted, self.register, step)
+        listing = passed(noted, self.register, step, f"{what}-of-{step.rows}-rows")
         self.calls[self._passed :] = listing.calls
         self._passed, self._in_native_code = len(self.calls), listing.in_native_code
 
@@ -164,18 +170,32 @@ class Program:
         for register, value in given:
             self.put(register, value)
         try:
-            for (op, arguments, holes, out), done in zip(calls, self._read_last):
-                for target, place, index in holes:
-                    target[place] = values[index]
-                values[out] = op(*arguments)
-                for target, place, _ in holes:
-                    target[place] = None
-                for index in done:
-                    values[index] = None
-            return values[out]
+            place = 0
+            for run in self._runs.values():
+                self._make_once(place, run.begin)
+                if run.run(values):
+                    for index in itertools.chain.from_iterable(self._read_last[run.begin : run.end]):
+                        values[index] = None
+                else:
+                    self._make_once(run.begin, run.end)
+                place = run.end
+            self._make_once(place, len(calls))
+            return values[calls[-1][-1]]
         finally:  # empties the registers that no call reads, and after an exception all of them
             self.release()
             values[:] = [None] * len(values)
+
+    def _make_once(self, begin: int, end: int) -> None:
+        """Make calls whose registers are emptied."""
+        values, done = self.values, self._read_last or []
+        for (op, arguments, holes, out), read_last in zip((self._bound or [])[begin:end], done[begin:end]):
+            for target, place, index in holes:
+                target[place] = values[index]
+            values[out] = op(*arguments)
+            for target, place, _ in holes:
+                target[place] = None
+            for index in read_last:
+                values[index] = None
 
     def put(self, register: Any, value: Any) -> None:
         """Fill a register; or fill the registers in a value with what another such value holds, or with None."""
