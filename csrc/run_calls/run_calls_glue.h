@@ -138,7 +138,10 @@ class CallList {
     CallList& list;
     ~Emptied() {
       for (const size_t each : list.given_) list.values_[each].clear();
-      for (const Call& call : list.calls_) list.values_[call.out].clear();
+      for (const Call& call : list.calls_) {
+        list.values_[call.out].clear();
+        for (const Gathered& each : call.gathered) each.value->tensors.clear();
+      }
     }
   };
 
@@ -247,20 +250,24 @@ class CallLists {
     return last_;
   }
 
+  // Removes a list if it is there.
   void remove(int64_t number) {
-    std::shared_ptr<CallList> kept;  // its tensors are let go of behind the lock
+    const std::shared_ptr<CallList> list = find(number);  // its tensors are let go of behind the lock
+    const std::lock_guard<std::mutex> lock(mutex_);
+    lists_.erase(number);
+  }
+
+  // Returns a list, or nothing.
+  std::shared_ptr<CallList> find(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = lists_.find(number);
-    if (found == lists_.end()) return;
-    kept = std::move(found->second);
-    lists_.erase(found);
+    return found == lists_.end() ? nullptr : found->second;
   }
 
   std::shared_ptr<CallList> of(int64_t number) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = lists_.find(number);
-    STD_TORCH_CHECK(found != lists_.end(), "hf_fastpath::run_calls: there is no list of calls ", number);
-    return found->second;
+    const std::shared_ptr<CallList> list = find(number);
+    STD_TORCH_CHECK(list != nullptr, "hf_fastpath::run_calls: there is no list of calls ", number);
+    return list;
   }
 
   static CallLists& all() {
@@ -322,7 +329,7 @@ inline int64_t make_calls(const char* names, const int64_t* code, int64_t size, 
     return hf_fastpath::make_calls(names, code, size, reals, num_reals, error, error_size);                 \
   }                                                                                                         \
   HF_FASTPATH_EXPORT void hf_fastpath_release_calls(int64_t calls) {                                        \
-    hf_fastpath::CallLists::all().of(calls)->release();                                                     \
+    if (const auto list = hf_fastpath::CallLists::all().find(calls)) list->release();                       \
   }                                                                                                         \
   HF_FASTPATH_EXPORT void hf_fastpath_drop_calls(int64_t calls) {                                           \
     hf_fastpath::CallLists::all().remove(calls);                                                            \

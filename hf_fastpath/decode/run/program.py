@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -94,6 +95,11 @@ class Program:
         self.calls[self._passed :] = listing.calls
         self._passed, self._in_native_code = len(self.calls), listing.in_native_code
 
+    @property
+    def native_runs(self) -> list[NativeCalls]:
+        """The calls that the native library makes in a row, in order; known once the program has run."""
+        return list(self._runs.values())
+
     def __len__(self) -> int:
         return len(self.calls)
 
@@ -146,6 +152,29 @@ class Program:
                 target[place] = values[index]
             values[out] = op(*arguments)
             yield call, op, arguments, values[out]
+
+    def run_clocked(self) -> list[int]:
+        """Make every call as :meth:`run` does; return nanoseconds of a steady clock at the begin and behind each call."""
+        values, clock = self.values, time.perf_counter_ns
+        calls = self._bound or self._bind()
+        times = [clock()]
+
+        def make(begin: int, end: int) -> None:
+            for each in calls[begin:end]:
+                self._make((each,), values)
+                times.append(clock())
+
+        place = 0
+        for run in self._runs.values():
+            make(place, run.begin)
+            within = torch.zeros(run.end - run.begin + 1, dtype=torch.int64)
+            if run.run(values, within):
+                times += within[1:].tolist()
+            else:
+                make(run.begin, run.end)
+            place = run.end
+        make(place, len(calls))
+        return times
 
     def run_once(self, given: Iterable[tuple[Any, Any]]) -> Any:
         """Make every call.
