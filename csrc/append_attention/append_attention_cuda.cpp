@@ -1,7 +1,7 @@
 // torch.ops.hf_fastpath.append_attention on a GPU: see hf_fastpath/ops/append_attention.py for the contract.
-#include "common/callable_ops.h"
 #include "append_attention/append_attention.h"
 #include "common/attention_glue.h"
+#include "common/callable_ops.h"
 
 namespace hf_fastpath {
 namespace {

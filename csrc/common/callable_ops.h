@@ -46,10 +46,10 @@ struct CallValue {
 template <class T>
 struct CallArgument;
 
-#define HF_FASTPATH_CALL_ARGUMENT(type, number, member)                  \
-  template <>                                                            \
-  struct CallArgument<type> {                                            \
-    static constexpr ArgumentKind kind = ArgumentKind::number;           \
+#define HF_FASTPATH_CALL_ARGUMENT(type, number, member)                   \
+  template <>                                                             \
+  struct CallArgument<type> {                                             \
+    static constexpr ArgumentKind kind = ArgumentKind::number;            \
     static decltype(auto) of(const CallValue& value) { return (member); } \
   };
 

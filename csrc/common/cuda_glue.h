@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
-#include "common/cuda_check.cuh"
 #include "common/callable_ops.h"
+#include "common/cuda_check.cuh"
 #include "common/torch_glue.h"
 
 namespace hf_fastpath {

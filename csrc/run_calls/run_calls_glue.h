@@ -1,5 +1,5 @@
-// run_calls: a list of calls of this library's ops, made one after the other without Python; the same on every
-// device. hf_fastpath/decode/run/native_calls.py makes such lists. This header is torch-facing.
+// run_calls: a list of calls of this library's ops, made one after the other without Python; the same on
+// every device. hf_fastpath/decode/run/native_calls.py makes such lists. This header is torch-facing.
 #pragma once
 
 #include <chrono>
@@ -46,9 +46,9 @@ class CallCode {
 
 // A list of calls, and the registers that they read and write. One thread at a time runs a list.
 //
-// The description, in numbers: of the registers how many there are, which ones are held from run to run, which
-// ones are given to each run, and which ones are its results; then the calls. Of a call: its op, the register
-// of its result, its arguments, and the registers that no later call reads.
+// The description, in numbers: of the registers how many there are, which ones are held from run to run,
+// which ones are given to each run, and which ones are its results; then the calls. Of a call: its op, the
+// register of its result, its arguments, and the registers that no later call reads.
 class CallList {
  public:
   CallList(const std::vector<std::string>& names, CallCode& code) {
@@ -316,24 +316,24 @@ inline int64_t make_calls(const char* names, const int64_t* code, int64_t size, 
 #define HF_FASTPATH_EXPORT extern "C" __attribute__((visibility("default")))
 
 // What Python calls by ctypes: the ops take tensors, and these take none.
-#define HF_FASTPATH_CALL_LISTS(device)                                                                      \
-  namespace hf_fastpath {                                                                                   \
-  STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, device, m) {                                                       \
-    m.impl("run_calls", TORCH_BOX(&run_calls));                                                             \
-    m.impl("hold_in_calls", TORCH_BOX(&hold_in_calls));                                                     \
-  }                                                                                                         \
-  }                                                                                                         \
-  HF_FASTPATH_EXPORT int64_t hf_fastpath_make_calls(const char* names, const int64_t* code, int64_t size,   \
-                                                    const double* reals, int64_t num_reals, char* error,    \
-                                                    int64_t error_size) {                                   \
-    return hf_fastpath::make_calls(names, code, size, reals, num_reals, error, error_size);                 \
-  }                                                                                                         \
-  HF_FASTPATH_EXPORT void hf_fastpath_release_calls(int64_t calls) {                                        \
-    if (const auto list = hf_fastpath::CallLists::all().find(calls)) list->release();                       \
-  }                                                                                                         \
-  HF_FASTPATH_EXPORT void hf_fastpath_drop_calls(int64_t calls) {                                           \
-    hf_fastpath::CallLists::all().remove(calls);                                                            \
-  }                                                                                                         \
-  HF_FASTPATH_EXPORT bool hf_fastpath_is_callable(const char* name) {                                       \
-    return hf_fastpath::callable_ops().count(name) != 0;                                                    \
+#define HF_FASTPATH_CALL_LISTS(device)                                                                    \
+  namespace hf_fastpath {                                                                                 \
+  STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, device, m) {                                                     \
+    m.impl("run_calls", TORCH_BOX(&run_calls));                                                           \
+    m.impl("hold_in_calls", TORCH_BOX(&hold_in_calls));                                                   \
+  }                                                                                                       \
+  }                                                                                                       \
+  HF_FASTPATH_EXPORT int64_t hf_fastpath_make_calls(const char* names, const int64_t* code, int64_t size, \
+                                                    const double* reals, int64_t num_reals, char* error,  \
+                                                    int64_t error_size) {                                 \
+    return hf_fastpath::make_calls(names, code, size, reals, num_reals, error, error_size);               \
+  }                                                                                                       \
+  HF_FASTPATH_EXPORT void hf_fastpath_release_calls(int64_t calls) {                                      \
+    if (const auto list = hf_fastpath::CallLists::all().find(calls)) list->release();                     \
+  }                                                                                                       \
+  HF_FASTPATH_EXPORT void hf_fastpath_drop_calls(int64_t calls) {                                         \
+    hf_fastpath::CallLists::all().remove(calls);                                                          \
+  }                                                                                                       \
+  HF_FASTPATH_EXPORT bool hf_fastpath_is_callable(const char* name) {                                     \
+    return hf_fastpath::callable_ops().count(name) != 0;                                                  \
   }

@@ -75,8 +75,11 @@ inline Tensor slice_view(const Tensor& self, int64_t dim, std::optional<int64_t>
   ViewShape shape(self);
   const size_t place = shape.place(dim);
   const int64_t size = shape.sizes[place];
-  const auto inside = [&](int64_t at) { return std::min(std::max<int64_t>(at < 0 ? at + size : at, 0), size); };
-  STD_TORCH_CHECK(step > 0, "hf_fastpath: a slice in a list of calls has step ", step, ", expected 1 or more");
+  const auto inside = [&](int64_t at) {
+    return std::min(std::max<int64_t>(at < 0 ? at + size : at, 0), size);
+  };
+  STD_TORCH_CHECK(step > 0, "hf_fastpath: a slice in a list of calls has step ", step,
+                  ", expected 1 or more");
   const int64_t first = inside(start.value_or(0)), last = std::max(first, inside(end.value_or(size)));
   shape.keep(place, first, last - first);
   shape.sizes[place] = (last - first + step - 1) / step;
@@ -208,7 +211,8 @@ inline std::vector<Tensor> split_sizes_view(const Tensor& self, const std::vecto
 
 inline std::vector<Tensor> split_view(const Tensor& self, int64_t size, int64_t dim) {
   const int64_t length = self.size(static_cast<int64_t>(ViewShape(self).place(dim)));
-  STD_TORCH_CHECK(size > 0, "hf_fastpath: split in a list of calls has parts of ", size, ", expected 1 or more");
+  STD_TORCH_CHECK(size > 0, "hf_fastpath: split in a list of calls has parts of ", size,
+                  ", expected 1 or more");
   std::vector<int64_t> sizes;
   for (int64_t start = 0; start == 0 || start < length; start += size)
     sizes.push_back(std::min(size, length - start));

@@ -20,7 +20,6 @@ from hf_fastpath.decode.plans import angles
 from hf_fastpath.decode.plans.angles import AngleTables
 from hf_fastpath.decode.plans.decode_plan import DecodePlan
 from hf_fastpath.decode.run.passes import prefetch_next_weight
-from hf_fastpath.parity.comparison import decode_logits
 
 
 def plans(model: nn.Module) -> list[DecodePlan]:

@@ -32,7 +32,7 @@ class Program:
         self.calls: list[Call] = []
         self._passed = 0  # number of calls that the passes have seen
         self._in_native_code = False
-        self._kept: set[int] = set()
+        self._outside: set[int] = set()  # registers that are read behind the calls
         self._bound: list[Bound] | None = None
         self._runs: dict[int, NativeCalls] = {}  # by the place of the first call
         self._read_last: list[list[int]] | None = None  # of each call: registers that no later call reads
@@ -54,7 +54,7 @@ class Program:
 
     def keep(self, register: Register) -> Register:
         """Note that a register is read behind the calls, and return it."""
-        self._kept.add(register.index)
+        self._outside.add(register.index)
         return register
 
     def move_to(self, device: torch.device) -> None:
@@ -116,7 +116,7 @@ class Program:
             holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
             made.append((op, given, holes, call.out.index))
         self._bound = made
-        kept = {*self._kept, *(call.out.index for call in self.calls[-1:])}
+        kept = {*self._outside, *(call.out.index for call in self.calls[-1:])}
         found = runs_of(made, kept) if self._in_native_code else []
         self._runs = {each.begin: each for each in found}
         return made
@@ -154,7 +154,7 @@ class Program:
             yield call, op, arguments, values[out]
 
     def run_clocked(self) -> list[int]:
-        """Make every call as :meth:`run` does; return nanoseconds of a steady clock at the begin and behind each call."""
+        """Make every call as :meth:`run` does; return a clock's nanoseconds at the begin and behind each call."""
         values, clock = self.values, time.perf_counter_ns
         calls = self._bound or self._bind()
         times = [clock()]
