@@ -21,7 +21,7 @@ import torch
 
 from ...native import loader
 from ...registry import NAMESPACE, PLAIN_TENSORS, define
-from ..calls.named_calls import Register, Step
+from ..calls.named_calls import Register, Step, tensors_in
 from ..calls.pass_table import CallList
 
 #: function, arguments, where values go (a list, a place in it, a register), register of the result
@@ -135,22 +135,22 @@ def _op_of(op: Callable[..., Any], path: Path) -> _Op | None:
     schema = op._schema
     full = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     name = full.removeprefix(f"{NAMESPACE}::")
-    kinds = [_KINDS.get(str(each.type)) for each in schema.arguments]
+    kinds = [_KINDS.get(str(each.type), _ABSENT) for each in schema.arguments]
     gives = [str(each.type) for each in schema.returns]
-    if None in kinds or len(gives) > 1 or not _functions_of(path).hf_fastpath_is_callable(name.encode()):
+    if _ABSENT in kinds or len(gives) > 1 or not _functions_of(path).hf_fastpath_is_callable(name.encode()):
         return None
     defaults = tuple(each.default_value if each.has_default_value() else None for each in schema.arguments)
     return _Op(name, tuple(kinds), defaults, gives[0] if gives else "")
 
 
-def _argument(kind: int, value: Any) -> tuple[int, Any] | None:
+def _argument(kind: int, value: Any, device: str) -> tuple[int, Any] | None:
     """Return the kind and the value of an argument as the library takes it, None if it does not."""
     if value is None:
         return (_ABSENT, None) if kind in (_OPTIONAL_TENSOR, _OPTIONAL_INT) else None
     if kind in (_TENSOR, _OPTIONAL_TENSOR):
-        return (kind, value) if _is_tensor(value) else None
+        return (kind, value) if _is_tensor(value, device) else None
     if kind == _TENSORS:
-        is_list = isinstance(value, (list, tuple)) and all(map(_is_tensor, value))
+        is_list = isinstance(value, (list, tuple)) and all(_is_tensor(each, device) for each in value)
         return (kind, value) if is_list or type(value) is Register else None
     if kind in (_INTS, _FLOATS):
         wanted = int if kind == _INTS else (int, float)
@@ -159,11 +159,11 @@ def _argument(kind: int, value: Any) -> tuple[int, Any] | None:
     return (kind, value) if isinstance(value, (int, float) if kind == _FLOAT else int) else None
 
 
-def _is_tensor(value: Any) -> bool:
-    return type(value) is Register or _is_taken(value)
+def _is_tensor(value: Any, device: str) -> bool:
+    return type(value) is Register or _is_taken(value, device)
 
 
-def _call_of(place: int, bound: Bound, path: Path) -> _Call | None:
+def _call_of(place: int, bound: Bound, path: Path, device: str) -> _Call | None:
     """Return a call as the library can make it; None if it cannot."""
     op, given, holes, out = bound
     found = _op_of(op, path)
@@ -175,23 +175,23 @@ def _call_of(place: int, bound: Bound, path: Path) -> _Call | None:
     for target, at, index in holes:
         (ordered if target is given else lists[id(target)])[at] = Register(index)
     ordered = [lists.get(id(each), each) for each in ordered]
-    arguments = [_argument(kind, value) for kind, value in zip(found.kinds, ordered)]
+    arguments = [_argument(kind, value, device) for kind, value in zip(found.kinds, ordered)]
     return None if None in arguments else _Call(place, found, arguments, out)  # type: ignore[arg-type]
 
 
-def runs_of(bound: Sequence[Bound], kept: Collection[int], device: str = "cpu") -> list[NativeCalls]:
+def runs_of(bound: Sequence[Bound], kept: Collection[int]) -> list[NativeCalls]:
     """Return the runs of calls of a program that the library can make.
 
     Args:
         bound: the calls of the program, as it makes them itself.
         kept: registers that are read from outside of the program.
-        device: of the program.
     """
+    device = "cuda" if any(each.is_cuda for _, given, *_ in bound for each in tensors_in(given)) else "cpu"
     library = _library(device)
     if library is None:
         return []
     path = Path(loader.status()[device].detail)
-    calls = [_call_of(place, each, path) for place, each in enumerate(bound)]
+    calls = [_call_of(place, each, path, device) for place, each in enumerate(bound)]
     readers: dict[int, list[int]] = {}
     for place, (*_, holes, _) in enumerate(bound):
         for *_, index in holes:
@@ -203,8 +203,8 @@ def runs_of(bound: Sequence[Bound], kept: Collection[int], device: str = "cpu") 
             break
         calls[odd.place] = None
     makers = {out for *_, out in bound}
-    made = (NativeCalls(library, each, readers, kept, makers) for each in found if len(each) >= LEAST_CALLS)
-    return [each for each in made if each.has_constants]
+    made = (NativeCalls(library, device, each, readers, kept, makers) for each in found if len(each) >= LEAST_CALLS)
+    return [each for each in made if each.on is not None]
 
 
 def _in_a_row(calls: Sequence[_Call | None]) -> Iterator[list[_Call]]:
@@ -239,13 +239,16 @@ class NativeCalls:
 
     Args:
         library: its functions.
+        device: of the library, ``"cpu"`` or ``"cuda"``.
         row: the calls.
         readers: of each register the places of the calls that read it.
         kept: see :func:`runs_of`.
         makers: registers that calls of the program fill.
 
     Attributes:
+        device: see above.
         begin, end: places of the first call, and behind the last one.
+        on: a tensor on the device that the calls read, and that is known already; None if there is none.
 
     Raises:
         RuntimeError: the library refuses the calls; that is a fault of this package.
@@ -254,12 +257,13 @@ class NativeCalls:
     def __init__(
         self,
         library: Any,
+        device: str,
         row: list[_Call],
         readers: dict[int, list[int]],
         kept: Collection[int],
         makers: Collection[int],
     ):
-        self.begin, self.end = row[0].place, row[-1].place + 1
+        self.device, self.begin, self.end = device, row[0].place, row[-1].place + 1
         made = {call.out: call for call in row}
         taken = list(dict.fromkeys(index for call in row for index in call.reads() if index not in made))
         self._given = [index for index in taken if index in makers]  # another call of the program fills it anew
@@ -273,16 +277,10 @@ class NativeCalls:
         self._constants: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}  # register of the program, or id of a constant -> register of the list
         self._last: list[Any] | None = None  # what is held of the watched registers
-        description = self._described(row)
-        self._handle = _made(library, description)
+        self._handle = _made(library, self._described(row))
+        self.on = next((each for each in self._constants if each.device.type == device), None)
         self._release_calls = library.hf_fastpath_release_calls
         weakref.finalize(self, library.hf_fastpath_drop_calls, self._handle)
-        self._times = len(row) + 1
-
-    @property
-    def has_constants(self) -> bool:
-        """Whether the calls read a tensor that is known already, which says where they run."""
-        return bool(self._constants)
 
     def _is_read_outside(self, places: list[int]) -> bool:
         return any(place < self.begin or place >= self.end for place in places)
@@ -309,8 +307,8 @@ class NativeCalls:
             calls += [said.names.setdefault(call.op.name, len(said.names)), numbers[call.out], len(call.arguments)]
             for kind, value in call.arguments:
                 calls += _encoded(kind, value, register, said.reals)
-            done = dict.fromkeys(numbers[index] for index in (call.out, *call.reads()))
-            done = [each for each in done if last[each] is call and each not in stays]
+            seen = dict.fromkeys(numbers[index] for index in (call.out, *call.reads()))
+            done = [each for each in seen if last[each] is call and each not in stays]
             calls += [len(done), *done]
         held = [*(numbers[index] for index in self._watched), *constants.values()]
         said.code = [len(numbers) + len(constants), len(held), *held]
@@ -334,9 +332,9 @@ class NativeCalls:
             if not self._hold(watched):
                 return False
         given = [values[index] for index in self._given]
-        if not all(map(_is_taken, given)):
+        if not all(_is_taken(each, self.device) for each in given):
             return False
-        results = _run_calls(self._on, given, self._handle, times)
+        results = _run_calls(self.on, given, self._handle, times)
         for index, result in zip(self._results, results):
             values[index] = result
         return True
@@ -345,22 +343,22 @@ class NativeCalls:
         """Give the library what stays from run to run."""
         tensors = [*watched, *self._constants]
         self._last = None
-        if not all(map(_is_taken, tensors)):
+        if not all(_is_taken(each, self.device) for each in tensors):
             return False
-        self._on = tensors[-1]
-        _hold_in_calls(self._on, tensors, self._handle)
+        _hold_in_calls(self.on, tensors, self._handle)
         self._last = watched
         return True
 
     def release(self) -> None:
         """Let go of all tensors that the library holds."""
         if self._last is not None:
-            self._last = self._on = None
+            self._last = None
             self._release_calls(self._handle)
 
 
-def _is_taken(value: Any) -> bool:
-    return type(value) in PLAIN_TENSORS and value.is_cpu
+def _is_taken(value: Any, device: str) -> bool:
+    """Whether the library takes a value; a step on a GPU also has tensors in host memory, which ops check."""
+    return type(value) in PLAIN_TENSORS and (value.is_cpu or (device == "cuda" and value.is_cuda))
 
 
 def _encoded(kind: int, value: Any, register: Callable[[Any], int], reals: list[float]) -> list[int]:

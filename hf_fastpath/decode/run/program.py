@@ -34,7 +34,7 @@ class Program:
         self._in_native_code = False
         self._outside: set[int] = set()  # registers that are read behind the calls
         self._bound: list[Bound] | None = None
-        self._runs: dict[int, NativeCalls] = {}  # by the place of the first call
+        self._runs: list[NativeCalls] = []
         self._read_last: list[list[int]] | None = None  # of each call: registers that no later call reads
 
     def register(self, value: Any = None) -> Register:
@@ -98,7 +98,7 @@ class Program:
     @property
     def native_runs(self) -> list[NativeCalls]:
         """The calls that the native library makes in a row, in order; known once the program has run."""
-        return list(self._runs.values())
+        return self._runs
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -115,10 +115,9 @@ class Program:
             lists = [given, *(a for a in given if isinstance(a, list))]
             holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
             made.append((op, given, holes, call.out.index))
-        self._bound = made
         kept = {*self._outside, *(call.out.index for call in self.calls[-1:])}
-        found = runs_of(made, kept) if self._in_native_code else []
-        self._runs = {each.begin: each for each in found}
+        self._runs = runs_of(made, kept) if self._in_native_code else []
+        self._bound = made
         return made
 
     def run(self) -> None:
@@ -126,7 +125,9 @@ class Program:
         values = self.values
         calls = self._bound or self._bind()
         place = 0
-        for run in self._runs.values():
+        for run in self._runs:
+            if run.device != "cpu":
+                break  # a graph is captured of the calls, and memory is kept apart for all results
             self._make(calls[place : run.begin], values)
             if not run.run(values):
                 self._make(calls[run.begin : run.end], values)
@@ -165,7 +166,7 @@ class Program:
                 times.append(clock())
 
         place = 0
-        for run in self._runs.values():
+        for run in self._runs:
             make(place, run.begin)
             within = torch.zeros(run.end - run.begin + 1, dtype=torch.int64)
             if run.run(values, within):
@@ -200,7 +201,7 @@ class Program:
             self.put(register, value)
         try:
             place = 0
-            for run in self._runs.values():
+            for run in self._runs:
                 self._make_once(place, run.begin)
                 if run.run(values):
                     for index in itertools.chain.from_iterable(self._read_last[run.begin : run.end]):
@@ -243,5 +244,5 @@ class Program:
         for _, _, holes, _ in self._bound or ():
             for target, place, _ in holes:
                 target[place] = None
-        for run in self._runs.values():
+        for run in self._runs:
             run.release()
