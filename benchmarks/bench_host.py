@@ -7,8 +7,9 @@
 The models have 32 layers of 64 features. "check" is how long it takes to see that a patched model is as it was: its
 modules, tensors, Python values and hooks, the names that its code reads, and PyTorch's own functions. "call" is a whole
 ``generate(max_new_tokens=1)``, "patch" is ``patch()`` and "first" the first call behind it. With ``--tokens``, "token"
-is one of so many tokens behind the first, and "from Python" has each op of a step called by Python, where otherwise the
-native library makes calls in a row. Stock and ours take turns.
+is one of so many tokens behind the first, in time that the process had on a CPU, so that other programs count less, and
+"from Python" has each op of a step called by Python, where otherwise the native library makes calls in a row. Stock and
+ours take turns.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import copy
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -100,8 +102,9 @@ def token_rows(
             hf_fastpath.patch(models[what][0], quiet=True, weights=format_of(name))
 
     def call(model: Any, count: int) -> float:
-        how = dict(max_new_tokens=count, min_new_tokens=count, do_sample=False)
-        return measure.milliseconds(lambda: model.generate(ids, **how).cpu())
+        started = time.process_time()
+        model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False).cpu()
+        return (time.process_time() - started) * 1000
 
     found: dict[str, list[float]] = {what: [] for what in models}
     for turn in range(rounds + 1):
