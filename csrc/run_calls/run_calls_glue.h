@@ -90,13 +90,22 @@ class CallList {
     is_held_ = false;
   }
 
-  // Makes the calls; `times` gets nanoseconds at the begin and behind each call.
+  // Puts tensors into the registers that are given to each run.
+  void give(const std::vector<Tensor>& given) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    put(given);
+  }
+
+  // Makes the calls; `given` is empty if give() had the tensors, which nobody else may hold then. `times`
+  // gets nanoseconds at the begin and behind each call.
   std::vector<Tensor> run(const std::vector<Tensor>& given, int64_t* times) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    STD_TORCH_CHECK(is_held_ && given.size() == given_.size(), "hf_fastpath::run_calls: ", given.size(),
-                    " tensors are given, expected ", given_.size(), ", behind hold_in_calls()");
+    STD_TORCH_CHECK(is_held_, "hf_fastpath::run_calls: nothing is held, expected hold_in_calls() before");
     const Emptied emptied{*this};
-    for (size_t i = 0; i < given_.size(); ++i) values_[given_[i]].tensor = given[i];
+    if (!given.empty()) put(given);
+    for (const size_t each : given_)
+      STD_TORCH_CHECK(values_[each].tensor.has_value(),
+                      "hf_fastpath::run_calls: 0 tensors are given, expected ", given_.size());
     if (times != nullptr) *times++ = now();
     for (Call& call : calls_) {
       for (Gathered& list : call.gathered) list.fill();
@@ -144,6 +153,12 @@ class CallList {
       }
     }
   };
+
+  void put(const std::vector<Tensor>& given) {
+    STD_TORCH_CHECK(given.size() == given_.size(), "hf_fastpath::run_calls: ", given.size(),
+                    " tensors are given, expected ", given_.size());
+    for (size_t i = 0; i < given_.size(); ++i) values_[given_[i]].tensor = given[i];
+  }
 
   static int64_t now() {
     const auto since = std::chrono::steady_clock::now().time_since_epoch();
@@ -292,6 +307,10 @@ inline std::vector<Tensor> run_calls(const Tensor& /*on*/, const std::vector<Ten
   return list->run(given, static_cast<int64_t*>(times->mutable_data_ptr()));
 }
 
+inline void give_to_calls(const Tensor& /*on*/, const std::vector<Tensor>& given, int64_t calls) {
+  CallLists::all().of(calls)->give(given);
+}
+
 inline void hold_in_calls(const Tensor& /*on*/, const std::vector<Tensor>& tensors, int64_t calls) {
   CallLists::all().of(calls)->hold(tensors);
 }
@@ -320,6 +339,7 @@ inline int64_t make_calls(const char* names, const int64_t* code, int64_t size, 
   namespace hf_fastpath {                                                                                 \
   STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, device, m) {                                                     \
     m.impl("run_calls", TORCH_BOX(&run_calls));                                                           \
+    m.impl("give_to_calls", TORCH_BOX(&give_to_calls));                                                   \
     m.impl("hold_in_calls", TORCH_BOX(&hold_in_calls));                                                   \
   }                                                                                                       \
   }                                                                                                       \

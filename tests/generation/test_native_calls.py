@@ -56,7 +56,7 @@ def made_both_ways(model, monkeypatch, make) -> tuple:
 
 def same_text_both_ways(model, monkeypatch, batch: int) -> None:
     """Tokens and logits of a prompt, one token at a time and sampled ones, over a cache that grows."""
-    ids = prompt(CPU, batch, 9) % 97 + 3
+    ids = prompt(model.device, batch, 9) % 97 + 3
 
     def generate(ours, **how):
         torch.manual_seed(3)
@@ -73,8 +73,10 @@ def same_text_both_ways(model, monkeypatch, batch: int) -> None:
 @over_architectures
 @pytest.mark.parametrize("batch", (1, 3))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_listed_models(architecture, batch, dtype, monkeypatch):
-    same_text_both_ways(hf_fastpath.patch(build(architecture).to(dtype), quiet=True), monkeypatch, batch)
+def test_listed_models(architecture, batch, dtype, device, monkeypatch):
+    """On a GPU the prompt alone is made of runs of calls."""
+    require_native(device)
+    same_text_both_ways(hf_fastpath.patch(build(architecture).to(device, dtype), quiet=True), monkeypatch, batch)
 
 
 @pytest.mark.parametrize("options", (dict(weights="int4_g32", lm_head="int8"), dict(kv_dtype="int8")), ids=str)
@@ -259,6 +261,25 @@ def test_what_the_library_does_not_take_runs_from_python():
     assert torch.equal(program.values[last.index], expected)
 
 
+def test_a_program_that_runs_once(device, monkeypatch):
+    """It is one call of the library, on a GPU as well."""
+    require_native(device)
+    weight, x = torch.randn(64, device=device), torch.randn(3, 64, device=device)
+    program, (first, *_) = norms(20, weight)
+    run, made = native_calls._run_calls, []
+
+    def running(*args):
+        made.append(args)
+        return run(*args)
+
+    monkeypatch.setattr(native_calls, "_run_calls", running)
+    for turn in range(3):
+        expected = x = x + turn
+        for _ in range(20):
+            expected = ops.rms_norm(expected, weight, 1e-5)
+        assert torch.equal(program.run_once([(first, x)]), expected) and len(made) == turn + 1
+
+
 def test_short_runs_stay_in_python():
     program, (first, _) = norms(1, torch.ones(8))
     program.put(first, torch.randn(2, 8))
@@ -369,6 +390,28 @@ def test_memory_is_let_go_of():
     torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.ones(1 << 16)))  # refuses tensors that others hold
     # 40 results at once would take 40 MB
     assert all(value is None for value in program.values)
+
+
+def test_a_prompt_lets_go_of_what_it_is_given_behind_its_last_reader(monkeypatch):
+    """While the library makes calls, Python holds nothing that only these calls read."""
+    weight, program = torch.ones(8), Program()
+    first = program.register()
+    made = program.emit(_aten.add.Tensor, first, 1.0)
+    normed = program.emit(ops.rms_norm.overload, made, weight, 1e-5)
+    program.emit(ops.rms_norm.overload, normed, weight, 1e-5)
+    last = program.emit(_aten.neg.default, normed)
+    optimized(program)
+    run, seen = native_calls._run_calls, []
+
+    def running(on, given, number, times):
+        seen.append((list(given), program.values[made.index]))
+        return run(on, given, number, times)
+
+    monkeypatch.setattr(native_calls, "_run_calls", running)
+    x = torch.randn(2, 8)
+    result = program.run_once([(first, x)])
+    assert torch.equal(result, -ops.rms_norm(x + 1.0, weight, 1e-5)) and seen == [([], None)]
+    assert last.index == len(program.values) - 1 and len(program.native_runs) == 1
 
 
 def test_a_step_holds_no_more_than_its_calls_one_by_one():

@@ -14,7 +14,6 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ Bound = tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]
 #: calls that are worth a run of their own: one by itself takes longer than from Python
 LEAST_CALLS = 2
 _run_calls = define("run_calls(Tensor on, Tensor[] given, int calls, Tensor(a!)? times=None) -> Tensor[]")
+_give_to_calls = define("give_to_calls(Tensor on, Tensor[] given, int calls) -> ()")
 _hold_in_calls = define("hold_in_calls(Tensor on, Tensor[] tensors, int calls) -> ()")
 #: type in a schema -> number of the kind of argument, as ``csrc/common/callable_ops.h`` has it
 _TENSOR, _OPTIONAL_TENSOR, _TENSORS, _INT, _OPTIONAL_INT, _BOOL, _FLOAT, _INTS, _FLOATS = range(9)
@@ -107,12 +107,12 @@ class _Numbers:
 def _library(device: str) -> Any:
     """Return the functions of the library of a device; None if no library is loaded."""
     status = loader.status().get(device)
-    return _functions_of(Path(status.detail)) if status is not None and status.native else None
+    return _functions_of(status.detail) if status is not None and status.native else None
 
 
 @functools.cache
-def _functions_of(path: Path) -> Any:
-    functions = ctypes.CDLL(str(path))
+def _functions_of(path: str) -> Any:
+    functions = ctypes.CDLL(path)
     functions.hf_fastpath_make_calls.restype = ctypes.c_int64
     functions.hf_fastpath_make_calls.argtypes = [
         *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
@@ -126,7 +126,7 @@ def _functions_of(path: Path) -> Any:
 
 
 @functools.cache
-def _op_of(op: Callable[..., Any], path: Path) -> _Op | None:
+def _op_of(op: Callable[..., Any], path: str) -> _Op | None:
     """Return what a library's table has of an op; None if it has nothing."""
     if op is operator.getitem:
         return _Op("getitem", (_TENSORS, _INT), (None, None), "Tensor")
@@ -163,7 +163,7 @@ def _is_tensor(value: Any, device: str) -> bool:
     return type(value) is Register or _is_taken(value, device)
 
 
-def _call_of(place: int, bound: Bound, path: Path, device: str) -> _Call | None:
+def _call_of(place: int, bound: Bound, path: str, device: str) -> _Call | None:
     """Return a call as the library can make it; None if it cannot."""
     op, given, holes, out = bound
     found = _op_of(op, path)
@@ -190,7 +190,7 @@ def runs_of(bound: Sequence[Bound], kept: Collection[int]) -> list[NativeCalls]:
     library = _library(device)
     if library is None:
         return []
-    path = Path(loader.status()[device].detail)
+    path = loader.status()[device].detail
     calls = [_call_of(place, each, path, device) for place, each in enumerate(bound)]
     readers: dict[int, list[int]] = {}
     for place, (*_, holes, _) in enumerate(bound):
@@ -317,11 +317,13 @@ class NativeCalls:
         said.code += [len(row), *calls]
         return said
 
-    def run(self, values: list[Any], times: torch.Tensor | None = None) -> bool:
+    def run(self, values: list[Any], times: torch.Tensor | None = None, emptied: Collection[int] = ()) -> bool:
         """Make the calls.
 
         Args:
             values: of the program's registers.
+            emptied: registers that no later call of the program reads: the library alone lets go of what they hold,
+                behind the last call that reads it.
             times: int64 [calls + 1] in host memory or None; gets nanoseconds at the begin and behind each call.
 
         Returns:
@@ -334,9 +336,14 @@ class NativeCalls:
         given = [values[index] for index in self._given]
         if not all(_is_taken(each, self.device) for each in given):
             return False
+        if emptied:
+            _give_to_calls(self.on, given, self._handle)
+            given = []
+            for index in emptied:
+                values[index] = None
         results = _run_calls(self.on, given, self._handle, times)
         for index, result in zip(self._results, results):
-            values[index] = result
+            values[index] = None if index in emptied else result
         return True
 
     def _hold(self, watched: list[Any]) -> bool:

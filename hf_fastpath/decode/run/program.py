@@ -203,10 +203,8 @@ class Program:
             place = 0
             for run in self._runs:
                 self._make_once(place, run.begin)
-                if run.run(values):
-                    for index in itertools.chain.from_iterable(self._read_last[run.begin : run.end]):
-                        values[index] = None
-                else:
+                read_last = {*itertools.chain.from_iterable(self._read_last[run.begin : run.end])}
+                if not run.run(values, emptied=read_last):
                     self._make_once(run.begin, run.end)
                 place = run.end
             self._make_once(place, len(calls))
