@@ -2,6 +2,10 @@
 // every device. hf_fastpath/decode/run/native_calls.py makes such lists. This header is torch-facing.
 #pragma once
 
+#include <sched.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -14,6 +18,27 @@
 #include "common/callable_ops.h"
 
 namespace hf_fastpath {
+
+// A lock for threads that hardly ever meet. A child of a fork takes it over from threads that it does not
+// have.
+class CallLock {
+ public:
+  void lock() {
+    const pid_t here = getpid();
+    pid_t holder = 0;
+    // acquire: what the last holder wrote is seen
+    while (!holder_.compare_exchange_weak(holder, here, std::memory_order_acquire)) {
+      if (holder != here)
+        continue;  // free, or held in front of a fork: the next turn takes it from this holder
+      sched_yield();
+      holder = 0;
+    }
+  }
+  void unlock() { holder_.store(0, std::memory_order_release); }
+
+ private:
+  std::atomic<pid_t> holder_{0};
+};
 
 // The numbers that describe a list of calls, read one after the other.
 class CallCode {
@@ -76,7 +101,7 @@ class CallList {
 
   // Puts tensors into the registers that are held from run to run.
   void hold(const std::vector<Tensor>& tensors) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<CallLock> locked(lock_);
     STD_TORCH_CHECK(tensors.size() == held_.size(), "hf_fastpath::hold_in_calls: ", tensors.size(),
                     " tensors, expected ", held_.size());
     for (size_t i = 0; i < held_.size(); ++i) values_[held_[i]].tensor = tensors[i];
@@ -85,21 +110,21 @@ class CallList {
 
   // Empties all registers.
   void release() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<CallLock> locked(lock_);
     for (CallValue& each : values_) each.clear();
     is_held_ = false;
   }
 
   // Puts tensors into the registers that are given to each run.
   void give(const std::vector<Tensor>& given) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<CallLock> locked(lock_);
     put(given);
   }
 
   // Makes the calls; `given` is empty if give() had the tensors, which nobody else may hold then. `times`
   // gets nanoseconds at the begin and behind each call.
   std::vector<Tensor> run(const std::vector<Tensor>& given, int64_t* times) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<CallLock> locked(lock_);
     STD_TORCH_CHECK(is_held_, "hf_fastpath::run_calls: nothing is held, expected hold_in_calls() before");
     const Emptied emptied{*this};
     if (!given.empty()) put(given);
@@ -253,14 +278,14 @@ class CallList {
   std::vector<size_t> held_, given_, results_;
   std::vector<Call> calls_;
   bool is_held_ = false;
-  std::mutex mutex_;
+  CallLock lock_;
 };
 
 // The lists of this library by their numbers.
 class CallLists {
  public:
   int64_t add(std::shared_ptr<CallList> list) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<CallLock> locked(lock_);
     lists_.emplace(++last_, std::move(list));
     return last_;
   }
@@ -268,13 +293,13 @@ class CallLists {
   // Removes a list if it is there.
   void remove(int64_t number) {
     const std::shared_ptr<CallList> list = find(number);  // its tensors are let go of behind the lock
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<CallLock> locked(lock_);
     lists_.erase(number);
   }
 
   // Returns a list, or nothing.
   std::shared_ptr<CallList> find(int64_t number) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<CallLock> locked(lock_);
     const auto found = lists_.find(number);
     return found == lists_.end() ? nullptr : found->second;
   }
@@ -291,7 +316,7 @@ class CallLists {
   }
 
  private:
-  std::mutex mutex_;
+  CallLock lock_;
   std::unordered_map<int64_t, std::shared_ptr<CallList>> lists_;
   int64_t last_ = 0;
 };

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import operator
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -376,6 +378,49 @@ def test_threads():
     for each in threads:
         each.join()
     assert not failed, failed
+
+
+FORKED = """
+import os, threading, time, torch
+from hf_fastpath import ops
+from hf_fastpath.decode.calls.named_calls import Step
+from hf_fastpath.decode.run.program import Program
+
+program = Program()
+first = last = program.register()
+for _ in range(200):
+    last = program.emit(ops.rms_norm.overload, last, torch.ones(4096), 1e-5)
+program.optimize(Step(rows=1))
+program.put(first, torch.randn(4, 4096))
+program.run()
+expected, ends = program.values[last.index], []
+
+
+def work():
+    while not ends:
+        program.run()
+
+
+thread = threading.Thread(target=work)
+thread.start()
+failed = 0
+for turn in range(20):
+    time.sleep(0.003)
+    child = os.fork()
+    if child == 0:
+        program.run()
+        os._exit(0 if torch.equal(program.values[last.index], expected) else 1)
+    failed += os.waitpid(child, 0)[1] != 0
+ends.append(True)
+thread.join()
+assert not failed, failed
+"""
+
+
+def test_a_fork_while_another_thread_makes_the_calls():
+    """The child makes them, too: it does not wait for a thread that it does not have."""
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_memory_is_let_go_of():
