@@ -112,6 +112,7 @@ class CallList {
   void release() {
     const std::lock_guard<CallLock> locked(lock_);
     for (CallValue& each : values_) each.clear();
+    left_.clear();
     is_held_ = false;
   }
 
@@ -132,17 +133,19 @@ class CallList {
       STD_TORCH_CHECK(values_[each].tensor.has_value(),
                       "hf_fastpath::run_calls: 0 tensors are given, expected ", given_.size());
     if (times != nullptr) *times++ = now();
-    for (Call& call : calls_) {
-      for (Gathered& list : call.gathered) list.fill();
-      call.run(call.arguments.data(), values_[call.out]);
-      for (Gathered& list : call.gathered) list.value->tensors.clear();
-      for (CallValue* each : call.done) each->clear();
-      if (times != nullptr) *times++ = now();
+    try {
+      make(times);
+    } catch (...) {
+      left_ = made_results();
+      throw;
     }
-    std::vector<Tensor> results;
-    results.reserve(results_.size());
-    for (const size_t each : results_) results.push_back(*values_[each].tensor);
-    return results;
+    return made_results();
+  }
+
+  // Returns the results of calls in front of the one that has failed, once.
+  std::vector<Tensor> left() {
+    const std::lock_guard<CallLock> locked(lock_);
+    return std::move(left_);
   }
 
  private:
@@ -178,6 +181,27 @@ class CallList {
       }
     }
   };
+
+  void make(int64_t* times) {
+    for (Call& call : calls_) {
+      for (Gathered& list : call.gathered) list.fill();
+      call.run(call.arguments.data(), values_[call.out]);
+      for (Gathered& list : call.gathered) list.value->tensors.clear();
+      for (CallValue* each : call.done) each->clear();
+      if (times != nullptr) *times++ = now();
+    }
+  }
+
+  // Results stay in their registers until the end of a run, and are in the order of the calls.
+  std::vector<Tensor> made_results() const {
+    std::vector<Tensor> results;
+    results.reserve(results_.size());
+    for (const size_t each : results_) {
+      if (!values_[each].tensor) break;
+      results.push_back(*values_[each].tensor);
+    }
+    return results;
+  }
 
   void put(const std::vector<Tensor>& given) {
     STD_TORCH_CHECK(given.size() == given_.size(), "hf_fastpath::run_calls: ", given.size(),
@@ -276,6 +300,7 @@ class CallList {
   std::vector<Content> contents_;  // while the description is read
   std::vector<std::unique_ptr<CallValue>> constants_;
   std::vector<size_t> held_, given_, results_;
+  std::vector<Tensor> left_;
   std::vector<Call> calls_;
   bool is_held_ = false;
   CallLock lock_;
@@ -336,6 +361,10 @@ inline void give_to_calls(const Tensor& /*on*/, const std::vector<Tensor>& given
   CallLists::all().of(calls)->give(given);
 }
 
+inline std::vector<Tensor> left_by_calls(const Tensor& /*on*/, int64_t calls) {
+  return CallLists::all().of(calls)->left();
+}
+
 inline void hold_in_calls(const Tensor& /*on*/, const std::vector<Tensor>& tensors, int64_t calls) {
   CallLists::all().of(calls)->hold(tensors);
 }
@@ -365,6 +394,7 @@ inline int64_t make_calls(const char* names, const int64_t* code, int64_t size, 
   STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, device, m) {                                                     \
     m.impl("run_calls", TORCH_BOX(&run_calls));                                                           \
     m.impl("give_to_calls", TORCH_BOX(&give_to_calls));                                                   \
+    m.impl("left_by_calls", TORCH_BOX(&left_by_calls));                                                   \
     m.impl("hold_in_calls", TORCH_BOX(&hold_in_calls));                                                   \
   }                                                                                                       \
   }                                                                                                       \

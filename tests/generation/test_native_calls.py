@@ -309,6 +309,23 @@ def test_errors_are_those_of_calls_from_python():
     assert messages[0] == messages[1]
 
 
+def test_an_error_leaves_the_results_of_calls_in_front_of_it():
+    """Who looks at a step's logits behind an error finds those of this step."""
+    program = Program()
+    first = program.register()
+    normed = program.keep(program.emit(ops.rms_norm.overload, first, None, 1e-5))
+    again = program.keep(program.emit(ops.rms_norm.overload, normed, torch.ones(8), 1e-5))
+    program.emit(ops.rms_norm.overload, again, torch.ones(9), 1e-5)
+    optimized(program)
+    for _ in range(2):
+        x = torch.randn(2, 8)
+        program.put(first, x)
+        with pytest.raises(RuntimeError, match="rms_norm"):
+            program.run()
+        assert torch.equal(program.values[normed.index], ops.rms_norm(x, None, 1e-5))
+        assert torch.equal(program.values[again.index], ops.rms_norm(program.values[normed.index], torch.ones(8), 1e-5))
+
+
 def test_an_error_keeps_no_memory():
     program = Program()
     first, second = program.register(), program.register()

@@ -30,6 +30,7 @@ Bound = tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]
 LEAST_CALLS = 2
 _run_calls = define("run_calls(Tensor on, Tensor[] given, int calls, Tensor(a!)? times=None) -> Tensor[]")
 _give_to_calls = define("give_to_calls(Tensor on, Tensor[] given, int calls) -> ()")
+_left_by_calls = define("left_by_calls(Tensor on, int calls) -> Tensor[]")
 _hold_in_calls = define("hold_in_calls(Tensor on, Tensor[] tensors, int calls) -> ()")
 #: type in a schema -> number of the kind of argument, as ``csrc/common/callable_ops.h`` has it
 _TENSOR, _OPTIONAL_TENSOR, _TENSORS, _INT, _OPTIONAL_INT, _BOOL, _FLOAT, _INTS, _FLOATS = range(9)
@@ -341,9 +342,15 @@ class NativeCalls:
             given = []
             for index in emptied:
                 values[index] = None
-        results = _run_calls(self.on, given, self._handle, times)
-        for index, result in zip(self._results, results):
-            values[index] = None if index in emptied else result
+        results: Sequence[torch.Tensor] = ()
+        try:
+            results = _run_calls(self.on, given, self._handle, times)
+        except BaseException:
+            results = _left_by_calls(self.on, self._handle)  # of the calls in front of the one that has failed
+            raise
+        finally:
+            for index, result in zip(self._results, results):
+                values[index] = None if index in emptied else result
         return True
 
     def _hold(self, watched: list[Any]) -> bool:
