@@ -21,6 +21,7 @@ from hf_fastpath.decode.calls.named_calls import Step
 from hf_fastpath.decode.run import native_calls
 from hf_fastpath.decode.run.native_calls import NativeCalls
 from hf_fastpath.decode.run.program import Program
+from hf_fastpath.native import call_lists, loader
 from hf_fastpath.parity.comparison import decode_logits
 from hf_fastpath.patching.state import state_of
 
@@ -342,7 +343,7 @@ def test_an_error_keeps_no_memory():
 
 
 def test_a_description_that_is_wrong_is_refused():
-    library = native_calls._library("cpu")
+    path = loader.status()["cpu"].detail
     for names, code, message in (
         ("none_such", [0, 0, 0, 0, 0], "there is no op none_such"),
         ("rms_norm", [2, 0, 0, 0], "ends too early"),
@@ -358,9 +359,8 @@ def test_a_description_that_is_wrong_is_refused():
         ("rms_norm", [2, 0, 0, 1, 1, 0], "register 1, which the results read, does not hold a tensor"),
         ("rms_norm", [2, 0, 0, 0, 0, 0], "something behind the last call"),
     ):
-        said = native_calls._Numbers({names: 0}, code, [])
         with pytest.raises(RuntimeError, match=message):
-            native_calls._made(library, said)
+            call_lists.make(path, [names], code, [])
     with pytest.raises(RuntimeError, match="there is no list of calls 0"):
         torch.ops.hf_fastpath.run_calls(torch.ones(1), [], 0)
 

@@ -8,7 +8,6 @@ same order.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
 import weakref
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...native import loader
+from ...native import call_lists, loader
 from ...registry import NAMESPACE, PLAIN_TENSORS, define
 from ..calls.named_calls import Register, Step, tensors_in
 from ..calls.pass_table import CallList
@@ -49,7 +48,6 @@ _KINDS = {
     "List[float]": _FLOATS,
 }
 _ABSENT = -1
-_ERROR_BYTES = 1000
 
 
 def native_calls(listing: CallList, step: Step) -> None:
@@ -105,27 +103,6 @@ class _Numbers:
     reals: list[float] = field(default_factory=list)
 
 
-def _library(device: str) -> Any:
-    """Return the functions of the library of a device; None if no library is loaded."""
-    status = loader.status().get(device)
-    return _functions_of(status.detail) if status is not None and status.native else None
-
-
-@functools.cache
-def _functions_of(path: str) -> Any:
-    functions = ctypes.CDLL(path)
-    functions.hf_fastpath_make_calls.restype = ctypes.c_int64
-    functions.hf_fastpath_make_calls.argtypes = [
-        *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
-        *(ctypes.c_char_p, ctypes.c_int64),
-    ]
-    functions.hf_fastpath_is_callable.restype = ctypes.c_bool
-    functions.hf_fastpath_is_callable.argtypes = [ctypes.c_char_p]
-    for each in (functions.hf_fastpath_release_calls, functions.hf_fastpath_drop_calls):
-        each.restype, each.argtypes = None, [ctypes.c_int64]
-    return functions
-
-
 @functools.cache
 def _op_of(op: Callable[..., Any], path: str) -> _Op | None:
     """Return what a library's table has of an op; None if it has nothing."""
@@ -138,7 +115,7 @@ def _op_of(op: Callable[..., Any], path: str) -> _Op | None:
     name = full.removeprefix(f"{NAMESPACE}::")
     kinds = [_KINDS.get(str(each.type), _ABSENT) for each in schema.arguments]
     gives = [str(each.type) for each in schema.returns]
-    if _ABSENT in kinds or len(gives) > 1 or not _functions_of(path).hf_fastpath_is_callable(name.encode()):
+    if _ABSENT in kinds or len(gives) > 1 or not call_lists.functions_of(path).hf_fastpath_is_callable(name.encode()):
         return None
     defaults = tuple(each.default_value if each.has_default_value() else None for each in schema.arguments)
     return _Op(name, tuple(kinds), defaults, gives[0] if gives else "")
@@ -188,10 +165,10 @@ def runs_of(bound: Sequence[Bound], kept: Collection[int]) -> list[NativeCalls]:
         kept: registers that are read from outside of the program.
     """
     device = "cuda" if any(each.is_cuda for _, given, *_ in bound for each in tensors_in(given)) else "cpu"
-    library = _library(device)
-    if library is None:
+    status = loader.status().get(device)
+    if status is None or not status.native:
         return []
-    path = loader.status()[device].detail
+    path = status.detail
     calls = [_call_of(place, each, path, device) for place, each in enumerate(bound)]
     readers: dict[int, list[int]] = {}
     for place, (*_, holes, _) in enumerate(bound):
@@ -204,7 +181,7 @@ def runs_of(bound: Sequence[Bound], kept: Collection[int]) -> list[NativeCalls]:
             break
         calls[odd.place] = None
     makers = {out for *_, out in bound}
-    made = (NativeCalls(library, device, each, readers, kept, makers) for each in found if len(each) >= LEAST_CALLS)
+    made = (NativeCalls(path, device, each, readers, kept, makers) for each in found if len(each) >= LEAST_CALLS)
     return [each for each in made if each.on is not None]
 
 
@@ -239,7 +216,7 @@ class NativeCalls:
     """A run of calls that the library makes.
 
     Args:
-        library: its functions.
+        path: of the library.
         device: of the library, ``"cpu"`` or ``"cuda"``.
         row: the calls.
         readers: of each register the places of the calls that read it.
@@ -257,7 +234,7 @@ class NativeCalls:
 
     def __init__(
         self,
-        library: Any,
+        path: str,
         device: str,
         row: list[_Call],
         readers: dict[int, list[int]],
@@ -278,7 +255,8 @@ class NativeCalls:
         self._constants: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}  # register of the program, or id of a constant -> register of the list
         self._last: list[Any] | None = None  # what is held of the watched registers
-        self._handle = _made(library, self._described(row))
+        said, library = self._described(row), call_lists.functions_of(path)
+        self._handle = call_lists.make(path, list(said.names), said.code, said.reals)
         self.on = next((each for each in self._constants if each.device.type == device), None)
         self._release_calls = library.hf_fastpath_release_calls
         weakref.finalize(self, library.hf_fastpath_drop_calls, self._handle)
@@ -393,15 +371,3 @@ def _encoded(kind: int, value: Any, register: Callable[[Any], int], reals: list[
         places = range(len(reals) - len(each), len(reals))
         return [kind, *([len(each)] if kind == _FLOATS else []), *places]
     return [kind, int(value)]
-
-
-def _made(library: Any, said: _Numbers) -> int:
-    """Let the library read a description; return the number of its list."""
-    code = (ctypes.c_int64 * len(said.code))(*said.code)
-    reals = (ctypes.c_double * len(said.reals))(*said.reals)
-    error = ctypes.create_string_buffer(_ERROR_BYTES)
-    names = "\n".join(said.names).encode()
-    number = library.hf_fastpath_make_calls(names, code, len(code), reals, len(reals), error, _ERROR_BYTES)
-    if not number:
-        raise RuntimeError(error.value.decode(errors="replace"))
-    return int(number)
