@@ -107,7 +107,6 @@ REFERENCE_NAMES = {
     "routed_experts": "norm, topk, batched_mm",
     "choose_experts": "softmax, topk, division",
     "decode_layers": "layer by layer",
-    "packed_layers": "dequantize, layer by layer",
     "greedy_token": "argmax, copies",
     "step_inputs": "F.embedding",
     "exponential_race": "warpers, softmax, division",

@@ -344,44 +344,6 @@ def append_call(
     return Call(name, arguments, devices=("cuda",), most=most)
 
 
-def packed_step_call(
-    name: str,
-    format: str,
-    layers: int,
-    hidden_size: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    intermediate_size: int,
-    length: int = 1024,
-) -> Call:
-    """Make a call of the layers of a Mistral or Llama with quantized weights."""
-    features = (heads + 2 * kv_heads) * head_dim
-    sizes = (features, hidden_size), (hidden_size, heads * head_dim)
-    sizes += (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
-
-    def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
-        def randn(*shape):
-            return torch.randn(*shape, device=device, dtype=dtype)
-
-        weights, multipliers = [], []
-        for _ in range(layers):
-            for place, (n, k) in enumerate(sizes):
-                if place % 2 == 0:
-                    weights += [randn(hidden_size), randn(0)]
-                _, quants, scales, zeros, multiplier, _ = packed_call("", format, k, n).arguments(device, dtype).args
-                weights += [quants, scales, quants.new_empty(0) if zeros is None else zeros]
-                multipliers.append(multiplier / 16)
-        caches = [[randn(1, kv_heads, length, head_dim) for _ in range(layers)] for _ in range(2)]
-        lens = torch.full((1,), length, device=device, dtype=torch.int32)
-        return Sample(
-            *(randn(1, 1, hidden_size), weights, multipliers, format, *caches, *_angles(device, dtype, head_dim), lens),
-            *(None, heads, head_dim**-0.5, [0] * layers, "rms", 1e-5, "silu", True),
-        )
-
-    return Call(name, arguments, devices=("cpu",))
-
-
 def step_call(
     name: str,
     layers: int,

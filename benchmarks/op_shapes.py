@@ -25,7 +25,6 @@ from op_calls import (
     packed_call,
     packed_experts_call,
     packed_qkv_call,
-    packed_step_call,
     q4_0_call,
     qkv_call,
     quantizing_call,
@@ -205,8 +204,13 @@ SHAPES: dict[str, list[Call]] = {
         attention_call("tinyllama 8k", 32, 4, 64, 8192),
     ],
     "decode_layers": [
-        step_call("mistral, 2 layers, 1k", 2, 4096, 32, 8, 128, 14336, 32000, dtypes=("fp16",)),
-        step_call("gpt2, 12 layers, 1k", 12, 768, 12, 12, 64, 3072, 50257, gpt2=True, dtypes=("fp16", "fp32")),
+        step_call("mistral, 2 layers, 1k", 2, 4096, 32, 8, 128, 14336, 32000, dtypes=("fp16",), devices=_GPU),
+        step_call(
+            *("gpt2, 12 layers, 1k", 12, 768, 12, 12, 64, 3072, 50257),
+            gpt2=True,
+            dtypes=("fp16", "fp32"),
+            devices=_GPU,
+        ),
     ],
     "packed_gemv_swiglu": [
         *(packed_call(f"mistral 4096->2x14336, {format}", format, 4096, 28672, devices=_GPU) for format in FORMATS),
@@ -215,10 +219,6 @@ SHAPES: dict[str, list[Call]] = {
     "packed_qkv_rope_append": [
         *(packed_qkv_call(f"mistral 4096->4096+2x1024, {format}", format, 4096, 32, 8, 128) for format in FORMATS),
         packed_qkv_call("tinyllama 2048->2048+2x256, int4_g32", "int4_g32", 2048, 32, 4, 64),
-    ],
-    "packed_layers": [
-        packed_step_call(f"tinyllama, 22 layers, {format}", format, 22, 2048, 32, 4, 64, 5632)
-        for format in ("int8", "int4_g32")
     ],
     "greedy_token": [
         greedy_call("mistral 32000", 32000),

@@ -193,6 +193,12 @@ def register(spec: OpSpec) -> OpSpec:
     return spec
 
 
+def define(schema: str) -> Any:
+    """Define what only native libraries implement, and nothing but this package calls; return its overload."""
+    name = _library.define(schema)
+    return getattr(getattr(torch.ops, NAMESPACE), name.rpartition("::")[2]).default
+
+
 def get(name: str) -> OpSpec:
     """Return the op called ``name``.
 

@@ -27,7 +27,8 @@ GENERATE = (
     *(*_CACHE, *_STEPS, "patching/generation.py", "patching/state.py"),
     *(f"decode/loops/{name}.py" for name in ("generate_calls", "eligibility", "sample", "prompt")),
     *("decode/plans/decode_plan.py", "decode/plans/plan_cache.py", "decode/state/snapshot.py"),
-    *("decode/run/program.py", "decode/run/passes.py", "decode/run/one_call.py", "decode/calls/pass_table.py"),
+    *("decode/run/program.py", "decode/run/passes.py", "decode/run/one_call.py", "decode/run/native_calls.py"),
+    "decode/calls/pass_table.py",
 )
 #: files that ``patch()`` and ``unpatch()`` pass; but patching/loops.py, where finalizers of other models run
 PATCH = (

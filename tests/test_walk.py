@@ -13,4 +13,4 @@ def test_patch_is_a_short_way():
 
 def test_a_token_is_a_short_way():
     require_native(CPU)
-    assert 0 < len(walk.of_token().folded()) <= 9
+    assert 0 < len(walk.of_token().folded()) <= 10

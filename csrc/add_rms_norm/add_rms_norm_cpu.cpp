@@ -53,6 +53,6 @@ std::vector<Tensor> add_rms_norm_cpu(const Tensor& x, const Tensor& residual, co
   return {out, sum};
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "add_rms_norm", add_rms_norm_cpu)
 
 }  // namespace hf_fastpath

@@ -24,6 +24,6 @@ std::vector<Tensor> add_rms_norm_cuda(const Tensor& x, const Tensor& residual, c
   return {out, sum};
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "add_rms_norm", add_rms_norm_cuda)
 
 }  // namespace hf_fastpath

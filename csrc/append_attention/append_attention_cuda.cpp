@@ -1,6 +1,7 @@
 // torch.ops.hf_fastpath.append_attention on a GPU: see hf_fastpath/ops/append_attention.py for the contract.
 #include "append_attention/append_attention.h"
 #include "common/attention_glue.h"
+#include "common/callable_ops.h"
 
 namespace hf_fastpath {
 namespace {
@@ -37,8 +38,6 @@ Tensor append_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
-  m.impl("append_attention", TORCH_BOX(&append_attention_cuda));
-}
+HF_FASTPATH_KERNEL(CUDA, "append_attention", append_attention_cuda)
 
 }  // namespace hf_fastpath

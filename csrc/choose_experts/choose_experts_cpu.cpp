@@ -115,6 +115,6 @@ Tensor choose_experts_cpu(const Tensor& logits, const Tensor& expert_ids, bool n
       {normalized, rounded, scoring, correction_bias, num_groups, top_groups, group_tops, factor, sum_eps});
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("choose_experts", TORCH_BOX(&choose_experts_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "choose_experts", choose_experts_cpu)
 
 }  // namespace hf_fastpath

@@ -33,6 +33,6 @@ Tensor choose_experts_cuda(const Tensor& logits, const Tensor& expert_ids, bool 
       programmatic_launch);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("choose_experts", TORCH_BOX(&choose_experts_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "choose_experts", choose_experts_cuda)
 
 }  // namespace hf_fastpath

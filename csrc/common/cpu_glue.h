@@ -10,6 +10,7 @@
 #include <new>
 #include <optional>
 
+#include "common/callable_ops.h"
 #include "common/cpu_features.h"
 #include "common/rows_glue.h"
 #include "common/torch_glue.h"

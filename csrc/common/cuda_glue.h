@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/callable_ops.h"
 #include "common/cuda_check.cuh"
 #include "common/torch_glue.h"
 

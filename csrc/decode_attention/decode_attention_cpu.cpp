@@ -342,8 +342,6 @@ Tensor decode_attention_cpu(const Tensor& q, const Tensor& k_cache, const Tensor
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) {
-  m.impl("decode_attention", TORCH_BOX(&decode_attention_cpu));
-}
+HF_FASTPATH_KERNEL(CPU, "decode_attention", decode_attention_cpu)
 
 }  // namespace hf_fastpath

@@ -17,8 +17,6 @@ Tensor decode_attention_cuda(const Tensor& q, const Tensor& k_cache, const Tenso
                      slopes, biases, other, other_lse, lse, launch_decode_attention);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
-  m.impl("decode_attention", TORCH_BOX(&decode_attention_cuda));
-}
+HF_FASTPATH_KERNEL(CUDA, "decode_attention", decode_attention_cuda)
 
 }  // namespace hf_fastpath

@@ -126,6 +126,6 @@ struct Ops {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("decode_layers", TORCH_BOX(&decode_layers<Ops>)); }
+HF_FASTPATH_KERNEL(CUDA, "decode_layers", decode_layers<Ops>)
 
 }  // namespace hf_fastpath

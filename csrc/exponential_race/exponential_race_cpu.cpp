@@ -90,6 +90,6 @@ Tensor exponential_race(const Tensor& logits, const Tensor& noise, const Tensor&
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("exponential_race", TORCH_BOX(&exponential_race)); }
+HF_FASTPATH_KERNEL(CPU, "exponential_race", exponential_race)
 
 }  // namespace hf_fastpath

@@ -37,6 +37,6 @@ Tensor fake_quantize_cpu(const Tensor& raw, int64_t quants, double limit, int64_
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("fake_quantize", TORCH_BOX(&fake_quantize_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "fake_quantize", fake_quantize_cpu)
 
 }  // namespace hf_fastpath

@@ -34,6 +34,6 @@ Tensor fake_quantize_cuda(const Tensor& raw, int64_t quants, double limit, int64
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("fake_quantize", TORCH_BOX(&fake_quantize_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "fake_quantize", fake_quantize_cuda)
 
 }  // namespace hf_fastpath

@@ -143,6 +143,6 @@ Tensor fused_experts_cpu(const Tensor& x, const Tensor& expert_ids, const Tensor
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("fused_experts", TORCH_BOX(&fused_experts_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "fused_experts", fused_experts_cpu)
 
 }  // namespace hf_fastpath

@@ -22,6 +22,6 @@ Tensor fused_experts_cuda(const Tensor& x, const Tensor& expert_ids, const Tenso
   return call.launch(current_stream(guard.device()));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("fused_experts", TORCH_BOX(&fused_experts_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "fused_experts", fused_experts_cuda)
 
 }  // namespace hf_fastpath

@@ -36,7 +36,7 @@ Tensor fused_gelu(const Tensor& x, int64_t approximate) {
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("fused_gelu", TORCH_BOX(&fused_gelu)); }
+HF_FASTPATH_KERNEL(CPU, "fused_gelu", fused_gelu)
 
 }  // namespace
 }  // namespace hf_fastpath

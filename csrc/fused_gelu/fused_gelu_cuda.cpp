@@ -20,6 +20,6 @@ Tensor fused_gelu(const Tensor& x, int64_t approximate) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("fused_gelu", TORCH_BOX(&fused_gelu)); }
+HF_FASTPATH_KERNEL(CUDA, "fused_gelu", fused_gelu)
 
 }  // namespace hf_fastpath

@@ -54,6 +54,6 @@ Tensor fused_swiglu_cpu(const Tensor& gate, const Tensor& up, int64_t activation
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("fused_swiglu", TORCH_BOX(&fused_swiglu_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "fused_swiglu", fused_swiglu_cpu)
 
 }  // namespace hf_fastpath

@@ -23,6 +23,6 @@ Tensor fused_swiglu_cuda(const Tensor& gate, const Tensor& up, int64_t activatio
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("fused_swiglu", TORCH_BOX(&fused_swiglu_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "fused_swiglu", fused_swiglu_cuda)
 
 }  // namespace hf_fastpath

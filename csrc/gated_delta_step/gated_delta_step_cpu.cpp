@@ -97,8 +97,6 @@ Tensor gated_delta_step_cpu(const Tensor& q, const Tensor& k, const Tensor& v, c
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) {
-  m.impl("gated_delta_step", TORCH_BOX(&gated_delta_step_cpu));
-}
+HF_FASTPATH_KERNEL(CPU, "gated_delta_step", gated_delta_step_cpu)
 
 }  // namespace hf_fastpath

@@ -17,8 +17,6 @@ Tensor gated_delta_step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, 
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
-  m.impl("gated_delta_step", TORCH_BOX(&gated_delta_step_cuda));
-}
+HF_FASTPATH_KERNEL(CUDA, "gated_delta_step", gated_delta_step_cuda)
 
 }  // namespace hf_fastpath

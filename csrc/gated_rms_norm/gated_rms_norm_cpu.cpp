@@ -44,6 +44,6 @@ Tensor gated_rms_norm_cpu(const Tensor& x, const Tensor& gate, const Tensor& wei
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("gated_rms_norm", TORCH_BOX(&gated_rms_norm_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "gated_rms_norm", gated_rms_norm_cpu)
 
 }  // namespace hf_fastpath

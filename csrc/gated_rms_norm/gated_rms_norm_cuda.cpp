@@ -13,6 +13,6 @@ Tensor gated_rms_norm_cuda(const Tensor& x, const Tensor& gate, const Tensor& we
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("gated_rms_norm", TORCH_BOX(&gated_rms_norm_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "gated_rms_norm", gated_rms_norm_cuda)
 
 }  // namespace hf_fastpath

@@ -28,6 +28,6 @@ Tensor gather_ranks(const Tensor& x, const std::vector<Tensor>& buffers, const T
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("gather_ranks", TORCH_BOX(&gather_ranks)); }
+HF_FASTPATH_KERNEL(CUDA, "gather_ranks", gather_ranks)
 
 }  // namespace hf_fastpath

@@ -400,7 +400,7 @@ Tensor gemm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("gemm", TORCH_BOX(&gemm)); }
+HF_FASTPATH_KERNEL(CPU, "gemm", gemm)
 
 }  // namespace
 }  // namespace hf_fastpath

@@ -176,6 +176,6 @@ Tensor gemv_cpu(const Tensor& raw, const Tensor& weight, const std::optional<Ten
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("gemv", TORCH_BOX(&gemv_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "gemv", gemv_cpu)
 
 }  // namespace hf_fastpath

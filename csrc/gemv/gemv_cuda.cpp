@@ -30,6 +30,6 @@ Tensor gemv_cuda(const Tensor& x, const Tensor& weight, const std::optional<Tens
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("gemv", TORCH_BOX(&gemv_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "gemv", gemv_cuda)
 
 }  // namespace hf_fastpath

@@ -25,6 +25,6 @@ Tensor gemv_swiglu_cpu(const Tensor& raw, const Tensor& gate_weight, const Tenso
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("gemv_swiglu", TORCH_BOX(&gemv_swiglu_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "gemv_swiglu", gemv_swiglu_cpu)
 
 }  // namespace hf_fastpath

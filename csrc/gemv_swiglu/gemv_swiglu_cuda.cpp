@@ -28,6 +28,6 @@ Tensor gemv_swiglu_cuda(const Tensor& x, const Tensor& gate_weight, const Tensor
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("gemv_swiglu", TORCH_BOX(&gemv_swiglu_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "gemv_swiglu", gemv_swiglu_cuda)
 
 }  // namespace hf_fastpath

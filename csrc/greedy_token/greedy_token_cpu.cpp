@@ -38,7 +38,7 @@ void greedy_token(const Tensor& logits, Tensor unfinished, Tensor tokens, Tensor
   });
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("greedy_token", TORCH_BOX(&greedy_token)); }
+HF_FASTPATH_KERNEL(CPU, "greedy_token", greedy_token)
 
 }  // namespace
 }  // namespace hf_fastpath

@@ -18,6 +18,6 @@ void greedy_token(const Tensor& logits, Tensor unfinished, Tensor tokens, Tensor
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("greedy_token", TORCH_BOX(&greedy_token)); }
+HF_FASTPATH_KERNEL(CUDA, "greedy_token", greedy_token)
 
 }  // namespace hf_fastpath

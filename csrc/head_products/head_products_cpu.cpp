@@ -63,6 +63,6 @@ Tensor head_products_cpu(const Tensor& x, const Tensor& weight, bool transposed,
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("head_products", TORCH_BOX(&head_products_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "head_products", head_products_cpu)
 
 }  // namespace hf_fastpath

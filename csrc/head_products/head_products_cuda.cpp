@@ -12,6 +12,6 @@ Tensor head_products_cuda(const Tensor& x, const Tensor& weight, bool transposed
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("head_products", TORCH_BOX(&head_products_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "head_products", head_products_cuda)
 
 }  // namespace hf_fastpath

@@ -1,4 +1,5 @@
 // joined_gemv on the CPU: gemv's Linear kernel over several weights in one parallel region.
+#include "common/callable_ops.h"
 #include "common/composed_ops.h"
 #include "gemv/side_by_side_cpu.h"
 
@@ -19,6 +20,6 @@ Tensor joined_gemv(const Tensor& raw, const std::vector<Tensor>& weights, int64_
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("joined_gemv", TORCH_BOX(&joined_gemv)); }
+HF_FASTPATH_KERNEL(CPU, "joined_gemv", joined_gemv)
 
 }  // namespace hf_fastpath

@@ -25,6 +25,6 @@ Tensor joined_gemv(const Tensor& x, const std::vector<Tensor>& weights, int64_t 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("joined_gemv", TORCH_BOX(&joined_gemv)); }
+HF_FASTPATH_KERNEL(CUDA, "joined_gemv", joined_gemv)
 
 }  // namespace hf_fastpath

@@ -166,8 +166,6 @@ Tensor latent_attention_cpu(const Tensor& q_latent, const Tensor& q_rope, const 
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) {
-  m.impl("latent_attention", TORCH_BOX(&latent_attention_cpu));
-}
+HF_FASTPATH_KERNEL(CPU, "latent_attention", latent_attention_cpu)
 
 }  // namespace hf_fastpath

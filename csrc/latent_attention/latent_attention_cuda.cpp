@@ -22,8 +22,6 @@ Tensor latent_attention_cuda(const Tensor& q_latent, const Tensor& q_rope, const
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
-  m.impl("latent_attention", TORCH_BOX(&latent_attention_cuda));
-}
+HF_FASTPATH_KERNEL(CUDA, "latent_attention", latent_attention_cuda)
 
 }  // namespace hf_fastpath

@@ -60,6 +60,6 @@ Tensor layer_norm_cpu(const Tensor& x, const std::optional<Tensor>& weight, cons
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("layer_norm", TORCH_BOX(&layer_norm_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "layer_norm", layer_norm_cpu)
 
 }  // namespace hf_fastpath

@@ -32,6 +32,6 @@ Tensor layer_norm_cuda(const Tensor& x, const std::optional<Tensor>& weight,
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("layer_norm", TORCH_BOX(&layer_norm_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "layer_norm", layer_norm_cuda)
 
 }  // namespace hf_fastpath

@@ -36,6 +36,6 @@ Tensor lora_down_cpu(const Tensor& raw, const std::vector<Tensor>& weights, int6
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("lora_down", TORCH_BOX(&lora_down_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "lora_down", lora_down_cpu)
 
 }  // namespace hf_fastpath

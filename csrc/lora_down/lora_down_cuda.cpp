@@ -32,6 +32,6 @@ Tensor lora_down_cuda(const Tensor& x, const std::vector<Tensor>& weights, int64
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("lora_down", TORCH_BOX(&lora_down_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "lora_down", lora_down_cuda)
 
 }  // namespace hf_fastpath

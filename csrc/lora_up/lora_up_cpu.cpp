@@ -65,6 +65,6 @@ Tensor lora_up_cpu(const Tensor& base, const Tensor& hidden, const std::vector<T
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("lora_up", TORCH_BOX(&lora_up_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "lora_up", lora_up_cpu)
 
 }  // namespace hf_fastpath

@@ -16,6 +16,6 @@ Tensor lora_up_cuda(const Tensor& base, const Tensor& hidden, const std::vector<
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("lora_up", TORCH_BOX(&lora_up_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "lora_up", lora_up_cuda)
 
 }  // namespace hf_fastpath

@@ -146,6 +146,6 @@ Tensor packed_experts_cpu(const Tensor& raw, const Tensor& expert_ids, const Ten
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("packed_experts", TORCH_BOX(&packed_experts_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "packed_experts", packed_experts_cpu)
 
 }  // namespace hf_fastpath

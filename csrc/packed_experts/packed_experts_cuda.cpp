@@ -125,6 +125,6 @@ Tensor packed_experts_cuda(const Tensor& x, const Tensor& expert_ids, const Tens
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("packed_experts", TORCH_BOX(&packed_experts_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "packed_experts", packed_experts_cuda)
 
 }  // namespace hf_fastpath

@@ -55,7 +55,7 @@ Tensor packed_gemm_cpu(const Tensor& x, const Tensor& raw_quants, const Tensor& 
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("packed_gemm", TORCH_BOX(&packed_gemm_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "packed_gemm", packed_gemm_cpu)
 
 }  // namespace
 }  // namespace hf_fastpath

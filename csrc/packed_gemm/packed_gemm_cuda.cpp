@@ -120,6 +120,6 @@ Tensor packed_gemm_cuda(const Tensor& x, const Tensor& quants, const Tensor& sca
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("packed_gemm", TORCH_BOX(&packed_gemm_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "packed_gemm", packed_gemm_cuda)
 
 }  // namespace hf_fastpath

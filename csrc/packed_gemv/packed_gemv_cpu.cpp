@@ -221,6 +221,6 @@ Tensor packed_gemv_cpu(const Tensor& raw, const Tensor& raw_quants, const Tensor
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("packed_gemv", TORCH_BOX(&packed_gemv_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "packed_gemv", packed_gemv_cpu)
 
 }  // namespace hf_fastpath

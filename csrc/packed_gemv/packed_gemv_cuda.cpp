@@ -38,6 +38,6 @@ Tensor packed_gemv_cuda(const Tensor& x, const Tensor& quants, const Tensor& sca
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("packed_gemv", TORCH_BOX(&packed_gemv_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "packed_gemv", packed_gemv_cuda)
 
 }  // namespace hf_fastpath

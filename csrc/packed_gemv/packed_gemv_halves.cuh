@@ -112,8 +112,8 @@ struct TableX : HalfX<T, kFormat> {
     __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
       uint32_t value;
       asm volatile("ld.shared.u32 %0, [%1];"
-          : "=r"(value)
-          : "r"(__byte_perm(word, 0, 0x4440 + i) * (kPairCopies<kFormat> * 4) + table));
+                   : "=r"(value)
+                   : "r"(__byte_perm(word, 0, 0x4440 + i) * (kPairCopies<kFormat> * 4) + table));
       return value;
     }
   };

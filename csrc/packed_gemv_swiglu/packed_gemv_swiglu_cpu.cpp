@@ -1,4 +1,5 @@
 // packed_gemv_swiglu on the CPU: packed_gemv of both projections, then their gated activation.
+#include "common/callable_ops.h"
 #include "common/composed_ops.h"
 
 namespace hf_fastpath {
@@ -19,8 +20,6 @@ Tensor packed_gemv_swiglu_cpu(const Tensor& x, const Tensor& quants, const Tenso
                           torch::stable::narrow(both, last, features, features), activation);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) {
-  m.impl("packed_gemv_swiglu", TORCH_BOX(&packed_gemv_swiglu_cpu));
-}
+HF_FASTPATH_KERNEL(CPU, "packed_gemv_swiglu", packed_gemv_swiglu_cpu)
 
 }  // namespace hf_fastpath

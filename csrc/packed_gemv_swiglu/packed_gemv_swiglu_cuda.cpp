@@ -28,8 +28,6 @@ Tensor packed_gemv_swiglu_cuda(const Tensor& x, const Tensor& quants, const Tens
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
-  m.impl("packed_gemv_swiglu", TORCH_BOX(&packed_gemv_swiglu_cuda));
-}
+HF_FASTPATH_KERNEL(CUDA, "packed_gemv_swiglu", packed_gemv_swiglu_cuda)
 
 }  // namespace hf_fastpath

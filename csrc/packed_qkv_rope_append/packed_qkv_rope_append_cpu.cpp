@@ -1,4 +1,5 @@
 // packed_qkv_rope_append on the CPU: packed_gemv of all projections, then rope_append.
+#include "common/callable_ops.h"
 #include "common/composed_ops.h"
 
 namespace hf_fastpath {
@@ -21,8 +22,6 @@ Tensor packed_qkv_rope_append_cpu(const Tensor& x, const Tensor& quants, const T
                          k_scales, v_scales, std::nullopt, neighbors);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) {
-  m.impl("packed_qkv_rope_append", TORCH_BOX(&packed_qkv_rope_append_cpu));
-}
+HF_FASTPATH_KERNEL(CPU, "packed_qkv_rope_append", packed_qkv_rope_append_cpu)
 
 }  // namespace hf_fastpath

@@ -42,8 +42,6 @@ Tensor packed_qkv_rope_append_cuda(const Tensor& x, const Tensor& quants, const 
   return q;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
-  m.impl("packed_qkv_rope_append", TORCH_BOX(&packed_qkv_rope_append_cuda));
-}
+HF_FASTPATH_KERNEL(CUDA, "packed_qkv_rope_append", packed_qkv_rope_append_cuda)
 
 }  // namespace hf_fastpath

@@ -76,7 +76,7 @@ Tensor q4_0_gemv(const Tensor& raw, const Tensor& raw_quants, const std::optiona
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("q4_0_gemv", TORCH_BOX(&q4_0_gemv)); }
+HF_FASTPATH_KERNEL(CPU, "q4_0_gemv", q4_0_gemv)
 
 }  // namespace
 

@@ -35,6 +35,6 @@ Tensor q4_0_gemv(const Tensor& raw, const Tensor& raw_quants, const std::optiona
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("q4_0_gemv", TORCH_BOX(&q4_0_gemv)); }
+HF_FASTPATH_KERNEL(CUDA, "q4_0_gemv", q4_0_gemv)
 
 }  // namespace hf_fastpath

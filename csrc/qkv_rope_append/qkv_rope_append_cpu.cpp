@@ -1,5 +1,6 @@
 // qkv_rope_append on the CPU: three projections of gemv's Linear kernel in one parallel region, or the one
 // that holds them all, then rope_append.
+#include "common/callable_ops.h"
 #include "common/composed_ops.h"
 #include "gemv/side_by_side_cpu.h"
 
@@ -37,6 +38,6 @@ Tensor qkv_rope_append_cpu(const Tensor& raw, const Tensor& q_weight, const std:
   return append(qkv);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("qkv_rope_append", TORCH_BOX(&qkv_rope_append_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "qkv_rope_append", qkv_rope_append_cpu)
 
 }  // namespace hf_fastpath

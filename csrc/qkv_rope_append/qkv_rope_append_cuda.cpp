@@ -64,8 +64,6 @@ Tensor qkv_rope_append_cuda(const Tensor& x, const Tensor& q_weight, const std::
   return q;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
-  m.impl("qkv_rope_append", TORCH_BOX(&qkv_rope_append_cuda));
-}
+HF_FASTPATH_KERNEL(CUDA, "qkv_rope_append", qkv_rope_append_cuda)
 
 }  // namespace hf_fastpath

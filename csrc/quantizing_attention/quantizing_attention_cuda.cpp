@@ -44,8 +44,6 @@ Tensor quantizing_attention_cuda(const Tensor& q, const Tensor& k, const Tensor&
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
-  m.impl("quantizing_attention", TORCH_BOX(&quantizing_attention_cuda));
-}
+HF_FASTPATH_KERNEL(CUDA, "quantizing_attention", quantizing_attention_cuda)
 
 }  // namespace hf_fastpath

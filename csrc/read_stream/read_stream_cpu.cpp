@@ -48,7 +48,7 @@ Tensor read_stream(const Tensor& buffer, int64_t variant) {
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("read_stream", TORCH_BOX(&read_stream)); }
+HF_FASTPATH_KERNEL(CPU, "read_stream", read_stream)
 
 }  // namespace
 

@@ -20,6 +20,6 @@ Tensor read_stream(const Tensor& buffer, int64_t variant) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("read_stream", TORCH_BOX(&read_stream)); }
+HF_FASTPATH_KERNEL(CUDA, "read_stream", read_stream)
 
 }  // namespace hf_fastpath

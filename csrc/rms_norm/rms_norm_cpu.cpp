@@ -60,6 +60,6 @@ Tensor rms_norm_cpu(const Tensor& x, const std::optional<Tensor>& weight, double
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("rms_norm", TORCH_BOX(&rms_norm_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "rms_norm", rms_norm_cpu)
 
 }  // namespace hf_fastpath

@@ -30,6 +30,6 @@ Tensor rms_norm_cuda(const Tensor& x, const std::optional<Tensor>& weight, doubl
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("rms_norm", TORCH_BOX(&rms_norm_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "rms_norm", rms_norm_cuda)
 
 }  // namespace hf_fastpath

@@ -189,6 +189,6 @@ Tensor rope_append_cpu(const Tensor& qkv, const std::optional<Tensor>& bias, con
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("rope_append", TORCH_BOX(&rope_append_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "rope_append", rope_append_cpu)
 
 }  // namespace hf_fastpath

@@ -35,6 +35,6 @@ Tensor rope_append_cuda(const Tensor& qkv, const std::optional<Tensor>& bias,
   return q;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("rope_append", TORCH_BOX(&rope_append_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "rope_append", rope_append_cuda)
 
 }  // namespace hf_fastpath

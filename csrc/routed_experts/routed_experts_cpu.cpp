@@ -45,6 +45,6 @@ Tensor routed_experts_cpu(
                          programmatic_launch);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("routed_experts", TORCH_BOX(&routed_experts_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "routed_experts", routed_experts_cpu)
 
 }  // namespace hf_fastpath

@@ -87,6 +87,6 @@ Tensor routed_experts_cuda(
   return launched();
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("routed_experts", TORCH_BOX(&routed_experts_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "routed_experts", routed_experts_cuda)
 
 }  // namespace hf_fastpath

@@ -29,6 +29,6 @@ Tensor router_logits_cpu(const Tensor& x, const Tensor& weight, bool programmati
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("router_logits", TORCH_BOX(&router_logits_cpu)); }
+HF_FASTPATH_KERNEL(CPU, "router_logits", router_logits_cpu)
 
 }  // namespace hf_fastpath

@@ -12,6 +12,6 @@ Tensor router_logits_cuda(const Tensor& x, const Tensor& weight, bool programmat
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("router_logits", TORCH_BOX(&router_logits_cuda)); }
+HF_FASTPATH_KERNEL(CUDA, "router_logits", router_logits_cuda)
 
 }  // namespace hf_fastpath

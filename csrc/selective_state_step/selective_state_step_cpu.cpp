@@ -97,8 +97,6 @@ Tensor selective_state_step_cpu(const Tensor& x, const Tensor& dt, const Tensor&
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) {
-  m.impl("selective_state_step", TORCH_BOX(&selective_state_step_cpu));
-}
+HF_FASTPATH_KERNEL(CPU, "selective_state_step", selective_state_step_cpu)
 
 }  // namespace hf_fastpath

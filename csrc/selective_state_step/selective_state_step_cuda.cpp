@@ -40,8 +40,6 @@ Tensor selective_state_step_cuda(const Tensor& x, const Tensor& dt, const Tensor
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
-  m.impl("selective_state_step", TORCH_BOX(&selective_state_step_cuda));
-}
+HF_FASTPATH_KERNEL(CUDA, "selective_state_step", selective_state_step_cuda)
 
 }  // namespace hf_fastpath

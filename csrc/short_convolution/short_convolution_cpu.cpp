@@ -48,8 +48,6 @@ Tensor short_convolution_cpu(const Tensor& x, const Tensor& conv_state, const Te
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) {
-  m.impl("short_convolution", TORCH_BOX(&short_convolution_cpu));
-}
+HF_FASTPATH_KERNEL(CPU, "short_convolution", short_convolution_cpu)
 
 }  // namespace hf_fastpath

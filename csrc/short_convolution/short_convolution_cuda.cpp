@@ -16,8 +16,6 @@ Tensor short_convolution_cuda(const Tensor& x, const Tensor& conv_state, const T
   return call.out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) {
-  m.impl("short_convolution", TORCH_BOX(&short_convolution_cuda));
-}
+HF_FASTPATH_KERNEL(CUDA, "short_convolution", short_convolution_cuda)
 
 }  // namespace hf_fastpath

@@ -52,7 +52,7 @@ std::vector<Tensor> step_inputs(const Tensor& embedding, const Tensor& tokens, c
   return call.outputs;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CPU, m) { m.impl("step_inputs", TORCH_BOX(&step_inputs)); }
+HF_FASTPATH_KERNEL(CPU, "step_inputs", step_inputs)
 
 }  // namespace
 }  // namespace hf_fastpath

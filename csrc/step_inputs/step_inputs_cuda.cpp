@@ -18,6 +18,6 @@ std::vector<Tensor> step_inputs(const Tensor& embedding, const Tensor& tokens, c
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("step_inputs", TORCH_BOX(&step_inputs)); }
+HF_FASTPATH_KERNEL(CUDA, "step_inputs", step_inputs)
 
 }  // namespace hf_fastpath

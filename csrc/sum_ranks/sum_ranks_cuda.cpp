@@ -26,6 +26,6 @@ Tensor sum_ranks(const Tensor& x, const std::vector<Tensor>& buffers, const Tens
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_fastpath, CUDA, m) { m.impl("sum_ranks", TORCH_BOX(&sum_ranks)); }
+HF_FASTPATH_KERNEL(CUDA, "sum_ranks", sum_ranks)
 
 }  // namespace hf_fastpath

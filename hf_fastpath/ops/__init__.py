@@ -31,7 +31,6 @@ from .packed_experts import SPEC as packed_experts
 from .packed_gemm import SPEC as packed_gemm
 from .packed_gemv import SPEC as packed_gemv
 from .packed_gemv_swiglu import SPEC as packed_gemv_swiglu
-from .packed_layers import SPEC as packed_layers
 from .packed_qkv_rope_append import SPEC as packed_qkv_rope_append
 from .q4_0_gemv import SPEC as q4_0_gemv
 from .qkv_rope_append import SPEC as qkv_rope_append
@@ -74,7 +73,6 @@ __all__ = [
     "packed_gemm",
     "packed_gemv",
     "packed_gemv_swiglu",
-    "packed_layers",
     "packed_qkv_rope_append",
     "q4_0_gemv",
     "qkv_rope_append",

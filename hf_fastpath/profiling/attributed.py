@@ -20,7 +20,7 @@ from .steps import CLOCKED, PLAIN, WARM, Clocked, Marked, Plain, Replayed, Runne
 from .times import Scaled
 
 #: ops that make all layers, and what is behind them, in one call
-ONE_CALL = (ops.decode_layers.overload, ops.packed_layers.overload)
+ONE_CALL = (ops.decode_layers.overload,)
 #: steps for learning which kernels each call starts: the first describes the calls, and the second loads kernels
 _LEARNING = 4
 
@@ -92,19 +92,12 @@ def on_cpu(session: Calls) -> Times:
     session.generate(runner, session.tokens + 2)  # one step describes the calls, and the last has no step behind it
     program = runner.program
     one, described = typical(runner.shares(program)), runner.described[id(program)]
-    us, scaled = list(one), None
     within: list[str | None] = [None] * len(one)
     method = "a clock behind each call, in every second step"
-    if (place := place_of_one_call(program)) is not None:
-        listed = Clocked(places=session.places, every=1)
-        session.generate(listed, session.tokens + 1, as_list=True)
-        described = listed.described[id(listed.program)]
-        op = op_name(program.calls[place].op)
-        us, within, scaled = taken_apart(one, place, op, typical(listed.shares(listed.program)))
     plain, wall, profiled = (
         median(each) for each in (runner.plain_us(program), *(runner.wall_us(program, how) for how in (PLAIN, CLOCKED)))
     )
-    return Times(method, described, us, within, scaled, plain, wall, profiled, runner.batch, runner.context)
+    return Times(method, described, one, within, None, plain, wall, profiled, runner.batch, runner.context)
 
 
 def on_gpu(session: Calls) -> Times:

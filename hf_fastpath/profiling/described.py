@@ -37,7 +37,7 @@ OPS: dict[str, tuple[str, ...]] = {
     ),
     "tokens": ("step_inputs", "greedy_token", "exponential_race", "read_stream"),
     "ranks": ("sum_ranks", "gather_ranks"),
-    "layers": ("decode_layers", "packed_layers"),
+    "layers": ("decode_layers",),
 }
 PYTORCH, VIEWS = "PyTorch", "views"
 KINDS = (*OPS, PYTORCH, VIEWS)

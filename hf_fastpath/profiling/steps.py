@@ -225,15 +225,13 @@ class Describing(Runner):
 
 @dataclass
 class Clocked(Describing):
-    """On a CPU: runs every second step call by call, and looks at the clock behind each call.
+    """On a CPU: runs every second step with a look at the clock behind each call.
 
     Attributes:
-        every: a clock is looked at in each so many-th step.
         clocks: of each step with a clock: its number, and nanoseconds at its begin and behind each call.
         spans: of each step: when it began and ended, in seconds, and PLAIN or CLOCKED, or empty if it does not count.
     """
 
-    every: int = 2
     clocks: list[tuple[int, list[int]]] = field(default_factory=list)
     spans: list[tuple[float, float, str]] = field(default_factory=list)
 
@@ -244,13 +242,10 @@ class Clocked(Describing):
         self.spans.append((start, time.perf_counter(), how))
 
     def run_known(self, plan: DecodePlan) -> None:
-        if self.count < WARM or self.count % self.every:
+        if self.count < WARM or self.count % 2:
             return DecodePlan._run(plan)
-        clock = time.perf_counter_ns
         with _in_turn(plan):
-            times = [clock()]
-            for _ in plan.program.run_each():
-                times.append(clock())
+            times = plan.program.run_clocked()
         self.clocks.append((self.count, times))
 
     def shares(self, program: Program) -> list[list[float]]:

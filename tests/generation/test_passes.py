@@ -160,7 +160,7 @@ LAYER = ["qkv_rope_append", "decode_attention", "gemv", "gemv_swiglu", "gemv"]
 
 def test_passes_have_an_order():
     assert [each.name for each in PASSES] == [
-        "one_call", "through_peers", "prefetch_next_weight",
+        "one_call", "through_peers", "prefetch_next_weight", "native_calls",
     ]  # fmt: skip
 
 
@@ -173,21 +173,12 @@ def test_a_pass_that_is_not_asked_changes_nothing(each):
     assert made.names() == LAYER * len(made.part.layers) + ["gemv"]
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    (
-        (dict(), ["decode_layers"]),
-        (dict(architecture="gpt2"), ["decode_layers"]),
-        (dict(architecture="gemma"), ["decode_layers"]),
-        (dict(weights="int4_g32"), ["packed_layers", "gemv"]),
-        (dict(weights="int8", lm_head="int8"), ["packed_layers", "packed_gemv"]),
-    ),
-)
-def test_one_call(options, names):
-    made, expected = recorded(**options)
+@pytest.mark.parametrize("architecture", ("mistral", "gpt2", "gemma"))
+def test_one_call(architecture):
+    made, expected = recorded(architecture=architecture)
     made.through(one_call, Step(rows=BATCH, one_call=True))
-    assert made.names() == names
-    assert torch.equal(made.run(), expected)
+    assert made.names() == ["decode_layers"]
+    torch.testing.assert_close(made.run(), expected)  # on a CPU the op is PyTorch's calls
 
 
 def _other_scale(calls):

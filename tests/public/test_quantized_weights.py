@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from models import SHORT, build, without_one_call
+from models import SHORT, build
 from quantized import packed_in, with_dequantized
 from torch import nn
 
@@ -186,28 +186,12 @@ def op_names(model: nn.Module) -> list[str]:
     return [name.removesuffix(".default") for name in plan.program.op_names()]
 
 
-def test_projections_of_one_input_are_one_product(monkeypatch):
-    without_one_call(monkeypatch)
+def test_projections_of_one_input_are_one_product():
     ours = hf_fastpath.patch(build("llama"), weights="int4", quiet=True)
     ours.generate(prompt(1), **SHORT)
     names = [name for name in op_names(ours) if "packed" in name]
     once = ["packed_qkv_rope_append", "packed_gemv", "packed_gemv_swiglu", "packed_gemv"]
     assert [name.split("::")[-1].split(".")[0] for name in names] == once * len(ours.model.layers)
-
-
-@pytest.mark.parametrize("batch", (1, 3))
-@pytest.mark.parametrize(("family", "format"), (("llama", "int4_g32"), ("mistral", "int4"), ("phi3", "fp8")))
-def test_layers_are_one_call(family, format, batch, monkeypatch):
-    """The bits are those of one op after the other."""
-    ours = hf_fastpath.patch(build(family).half(), weights=format, lm_head="int8", quiet=True)
-    ids, settings = prompt(batch), SHORT | {"output_logits": True, "return_dict_in_generate": True}
-    whole = ours.generate(ids, **settings)
-    assert [name for name in op_names(ours) if "packed" in name] == ["packed_layers", "packed_gemv"]
-    vars(ours)["_hf_fastpath"].plans.clear()
-    without_one_call(monkeypatch)
-    parts = ours.generate(ids, **settings)
-    assert "packed_layers" not in op_names(ours)
-    assert all(map(torch.equal, whole.logits, parts.logits)) and torch.equal(whole.sequences, parts.sequences)
 
 
 def test_devices_without_kernels_are_refused():

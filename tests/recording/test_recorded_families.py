@@ -23,7 +23,6 @@ from models import (
     instances,
     require_native,
     skip_if_cache_is_named_otherwise,
-    without_one_call,
 )
 from packaging.version import Version
 from torch import nn
@@ -617,9 +616,8 @@ def test_a_long_prompt_of_phi3():
 
 
 @pytest.mark.parametrize("model_type", DESCRIBED)
-def test_recording_gives_the_calls_that_a_file_gives(model_type, monkeypatch):
+def test_recording_gives_the_calls_that_a_file_gives(model_type):
     require_native(CPU)
-    without_one_call(monkeypatch)
     stock = small_model(model_type)
     if hasattr(stock.config, "original_max_position_embeddings"):
         stock.config.original_max_position_embeddings = 4096  # see test_a_long_prompt_of_phi3

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from causal_lm_types import VOCAB, small_model
-from models import CPU, counting, require_native, without_one_call
+from models import CPU, counting, require_native
 from parity import assert_same_tokens
 from quantized import packed_in, with_dequantized
 
@@ -86,9 +86,8 @@ def test_numbers_for_heads_are_left_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(("model_type", "of_a_layer"), _OF_A_LAYER.items())
-def test_products_of_a_layer(model_type, of_a_layer, monkeypatch):
+def test_products_of_a_layer(model_type, of_a_layer):
     require_native(CPU)
-    without_one_call(monkeypatch)
     ours = hf_fastpath.patch(small_model(model_type), weights="int4", quiet=True)
     ours.generate(prompt(1, CPU), **GREEDY)
     (plan,) = state_of(ours).plans

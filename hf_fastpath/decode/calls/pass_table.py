@@ -36,10 +36,12 @@ class CallList:
     Attributes:
         calls: in order.
         register: makes a new register.
+        in_native_code: the native library makes calls that follow one another.
     """
 
     calls: list[Call]
     register: Callable[[], Register]
+    in_native_code: bool = False
 
 
 @dataclass(frozen=True, eq=False)

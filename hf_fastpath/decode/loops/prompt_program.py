@@ -12,7 +12,7 @@ from ...cache.fastpath_cache import FastpathCache
 from ...cache.layer import FastpathLayer
 from ...cache.states import StateLayer
 from ...ops.kv_cache import KVCache
-from ..calls.named_calls import Call, Register, read_by
+from ..calls.named_calls import Call, Register, Step, read_by
 from ..lower.attend import Attention
 from ..lower.positions import Positions
 from ..lower.which_op import Lower
@@ -118,6 +118,7 @@ class PromptProgram:
         emit(_aten.select.int, logits, 1, 0)
         for layer, cache in whole.items():
             self._keep_newest(self._caches[layer], cache)
+        self.program.optimize(Step(rows), "prompt")
 
     def _keep_newest(self, ring: KVCache, whole: KVCache) -> None:
         """Give the calls of a layer memory for keys and values of all tokens, of which the newest then go to the ring

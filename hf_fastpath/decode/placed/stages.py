@@ -124,7 +124,7 @@ class Stages(Program):
     def emit(self, op: Callable[..., Any], /, *positional: Any, **named: Any) -> Register:
         stage = self._stages[-1]
         arguments = {name: self._here(value) for name, value in by_name(op, positional, named).items()}
-        out = stage.program.emit(op, **arguments)
+        out = stage.program.keep(stage.program.emit(op, **arguments))  # another stage may read it
         self._made_on[out.index] = stage.device
         return out
 
@@ -145,9 +145,9 @@ class Stages(Program):
             reads.setdefault(made_on, []).append((value.index, self._carried[key].index))
         return self._carried[key]
 
-    def optimize(self, step: Step) -> None:
+    def optimize(self, step: Step, what: str = "step") -> None:
         for stage in self._stages:
-            stage.program.optimize(replace(step, one_call=False))
+            stage.program.optimize(replace(step, one_call=False), what)
 
     @property
     def calls(self) -> list:

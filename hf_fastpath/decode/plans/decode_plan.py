@@ -14,7 +14,6 @@ import torch
 from ... import ops
 from ...cache.fastpath_cache import FastpathCache
 from ...compat import below_autograd
-from ...ops.gemv import MAX_ROWS
 from ...ops.kv_cache import KVCache, is_quantized
 from ..calls.named_calls import Register, Step
 from ..lower.composed import READING_BUFFERS
@@ -127,7 +126,7 @@ class DecodePlan:
             emit(_aten.exponential_.default, self.noise)
         logits, step = self._record_forward(part)
         self.program.move_to(self.device)
-        last = preferred = emit(_aten.select.int, logits, 1, 0)
+        last = preferred = self.program.keep(emit(_aten.select.int, logits, 1, 0))
         if part.token_shape:  # the host chooses, and the call below counts positions
             preferred = emit(_aten.narrow.default, last, 0, 0, self.batch)
         if self.sampled:
@@ -177,13 +176,14 @@ class DecodePlan:
 
     def _made_for(self, of_sequence: int) -> Step:
         """Return the circumstances of the plan's calls, which decide what passes make of the calls."""
-        # A graph of several sequences has one call for each op: that is what was measured.
-        few = self.batch == 1 or (self.device.type == "cpu" and self.batch <= MAX_ROWS)
+        # A graph of several sequences has one call for each op: that is what was measured. On a CPU, calls follow one
+        # another without Python, whatever the layers are.
+        at_once = self.batch == 1 and self.query_len == 1 and self.device.type == "cuda"
         # Kernels may overlap: no call of the step writes a parameter or the KV table, and lengths change only before
         # the step or in its last kernel.
         is_early = self.device.type == "cuda"
         rows = self.batch * self.query_len * of_sequence
-        return Step(rows, one_call=few and self.query_len == 1, programmatic_launch=is_early)
+        return Step(rows, one_call=at_once, programmatic_launch=is_early)
 
     def begin(
         self,

@@ -50,8 +50,8 @@ class DraftPlan(DecodePlan):
             emit(_aten.copy_.default, target, source, True)
         logits, step = self._record_forward(part)
         self.program.move_to(self.device)
-        logits = emit(_aten.alias.default, logits)
-        self._best = emit(_aten.argmax.default, logits, -1)
+        logits = self.program.keep(emit(_aten.alias.default, logits))
+        self._best = self.program.keep(emit(_aten.argmax.default, logits, -1))
         emit(_aten.copy_.default, self._choices, self._best, True)
         self.program.optimize(step)
         return logits

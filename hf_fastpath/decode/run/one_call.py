@@ -13,22 +13,13 @@ from ...ops.kv_cache import KVCache
 from ..calls.named_calls import Call, Norm, Step, read_by
 from ..calls.pass_table import CallList
 
-#: the ops of a layer's calls in order, for plain weights and for quantized ones
-_KINDS = (
-    (
-        (ops.qkv_rope_append.overload,),
-        (ops.decode_attention.overload,),
-        (ops.gemv.overload,),
-        (ops.gemv_swiglu.overload, ops.gemv.overload),
-        (ops.gemv.overload,),
-    ),
-    (
-        (ops.packed_qkv_rope_append.overload,),
-        (ops.decode_attention.overload,),
-        (ops.packed_gemv.overload,),
-        (ops.packed_gemv_swiglu.overload, ops.packed_gemv.overload),
-        (ops.packed_gemv.overload,),
-    ),
+#: the ops of a layer's calls in order
+_LAYER = (
+    (ops.qkv_rope_append.overload,),
+    (ops.decode_attention.overload,),
+    (ops.gemv.overload,),
+    (ops.gemv_swiglu.overload, ops.gemv.overload),
+    (ops.gemv.overload,),
 )
 
 
@@ -81,28 +72,25 @@ class _Layer:
         kinds |= {self.up["transposed"]} if "transposed" in self.up else set()
         same = self.qkv["cos"], self.qkv["sin"], self.qkv["seq_lens"], self.attention["starts"], self.cache.table
         numbers = self.qkv["num_heads"], self.attention["scale"], self.up["activation"], self.calls[3].op
-        weights = (call.get("packed") for call in (self.qkv, self.out, self.up, self.down))
-        formats = [None if each is None else each.format for each in weights]
         norms = [(norm.kind, norm.eps) for norm in self.norms]
-        return (*map(id, same), *numbers, frozenset(kinds), *formats, *norms)
+        return (*map(id, same), *numbers, frozenset(kinds), *norms)
 
 
 def _found(calls: list[Call]) -> tuple[int, list[_Layer]]:
     """Return where the layers begin, and all layers; none if some call between there and the head is no part of one."""
-    begins = [kind[0][0] for kind in _KINDS]
-    start = next((place for place, call in enumerate(calls) if call.op in begins), len(calls))
+    start = next((place for place, call in enumerate(calls) if call.op in _LAYER[0]), len(calls))
     if start == len(calls):
         return start, []
-    kind, layers, place = _KINDS[begins.index(calls[start].op)], [], start
+    layers, place = [], start
     x = calls[start].arguments["x"]
-    while len(group := calls[place : place + 5]) == 5 and all(c.op in ops_ for c, ops_ in zip(group, kind)):
+    while len(group := calls[place : place + 5]) == 5 and all(c.op in ops_ for c, ops_ in zip(group, _LAYER)):
         layer = _Layer(group)
         if not layer.is_sequential(x):
             return start, []
         layers.append(layer)
         place, x = place + 5, group[-1].out
     head = calls[place] if place < len(calls) else None
-    if head is None or head.op not in (ops.gemv.overload, ops.packed_gemv.overload):
+    if head is None or head.op is not ops.gemv.overload:
         return start, []
     if head.arguments["x"] is not x or head.arguments["norm"] is None:
         return start, []
@@ -120,19 +108,14 @@ def _found(calls: list[Call]) -> tuple[int, list[_Layer]]:
 
 
 def one_call(listing: CallList, step: Step) -> None:
-    """Pass: make one call of layers that are alike; ``ops.decode_layers`` takes the head behind them as well."""
+    """Pass: make one call of layers that are alike, and of the head behind them."""
     calls = listing.calls
     start, layers = _found(calls) if step.one_call else (0, [])
     if not layers:
         return
     end = start + 5 * len(layers)
-    if layers[0].calls[0].op is ops.packed_qkv_rope_append.overload:
-        if (arguments := _packed_layers(layers)) is not None:
-            made = Call(ops.packed_layers.overload, arguments, calls[end - 1].out)
-            listing.calls = [*calls[:start], made, *calls[end:]]
-        return
     arguments = _decode_layers(layers, calls[end].arguments)
-    if calls[end].op is not ops.gemv.overload or arguments is None:
+    if arguments is None:
         return
     inside, behind = calls[start:end], calls[end + 1 :]
     read_behind = {register.index for call in behind for register in read_by(call)}
@@ -140,28 +123,6 @@ def one_call(listing: CallList, step: Step) -> None:
         return  # a product that the layers' result is added to behind it, and no head
     made = Call(ops.decode_layers.overload, arguments, calls[end].out)
     listing.calls = [*calls[:start], made, *behind]
-
-
-def _shared(layers: list[_Layer]) -> dict[str, Any]:
-    """Return the arguments that both ops take."""
-    first = layers[0]
-    caches = [layer.cache for layer in layers]
-    norm = first.norms[0]
-    return dict(
-        x=first.qkv["x"],
-        k_caches=[cache.k for cache in caches],
-        v_caches=[cache.v for cache in caches],
-        cos=first.qkv["cos"],
-        sin=first.qkv["sin"],
-        seq_lens=first.qkv["seq_lens"],
-        starts=first.attention["starts"],
-        num_heads=first.qkv["num_heads"],
-        scale=first.attention["scale"],
-        windows=[layer.attention["window"] for layer in layers],
-        norm=norm.kind,
-        norm_eps=norm.eps,
-        activation=first.up["activation"],
-    )
 
 
 def _layer_tensors(layer: _Layer) -> dict[str, torch.Tensor | None]:
@@ -187,45 +148,33 @@ def _decode_layers(layers: list[_Layer], head: dict[str, Any]) -> dict[str, Any]
     outer = dict(zip(OUTER_TENSORS, (final.weight, final.bias, head["weight"], head["bias"])))
     found = [layer.get(name) for layer in map(_layer_tensors, layers) for name in LAYER_TENSORS]
     weights = [absent if p is None else p for p in (*found, *(outer[name] for name in OUTER_TENSORS))]
-    arguments = _shared(layers)
-    num_heads, out = arguments["num_heads"], layers[0].out["weight"]
+    first = layers[0]
+    caches = [layer.cache for layer in layers]
+    num_heads, out = first.qkv["num_heads"], first.out["weight"]
     q_features = out.shape[0 if transposed else 1]
     model, head_dim = sizes(weights, q_features, transposed), q_features // num_heads
     num_kv_heads = (model.qkv_features - model.q_features) // (2 * head_dim)
     x = head["weight"].new_empty(1, 1, model.hidden_size)
-    kind, activation = arguments["norm"], arguments["activation"]
+    kind, activation = first.norms[0].kind, first.up["activation"]
     if weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, kind, activation, transposed):
         return None
-    first = layers[0]
-    arguments |= dict(weights=weights, transposed=transposed, kv_table=first.cache.table)
-    return arguments | dict(
-        workspace=first.attention["workspace"], programmatic_launch=first.attention["programmatic_launch"]
+    return dict(
+        x=first.qkv["x"],
+        weights=weights,
+        k_caches=[cache.k for cache in caches],
+        v_caches=[cache.v for cache in caches],
+        cos=first.qkv["cos"],
+        sin=first.qkv["sin"],
+        seq_lens=first.qkv["seq_lens"],
+        starts=first.attention["starts"],
+        num_heads=num_heads,
+        scale=first.attention["scale"],
+        windows=[layer.attention["window"] for layer in layers],
+        norm=kind,
+        norm_eps=first.norms[0].eps,
+        activation=activation,
+        transposed=transposed,
+        kv_table=first.cache.table,
+        workspace=first.attention["workspace"],
+        programmatic_launch=first.attention["programmatic_launch"],
     )
-
-
-def _packed_layers(layers: list[_Layer]) -> dict[str, Any] | None:
-    """Return the arguments of ``ops.packed_layers``, or None if the op does not take these layers."""
-    first = layers[0]
-    device = first.qkv["packed"].device.type
-    matrices = [[layer.qkv, layer.out, layer.up, layer.down] for layer in layers]
-    if device not in ops.packed_layers.native or any(m.get("bias") is not None for each in matrices for m in each):
-        return None
-    if len({matrix["packed"].format for each in matrices for matrix in each}) > 1 or first.cache.table is not None:
-        return None
-    if first.qkv["norm"].weight is None:  # OLMo's
-        return None
-    absent = first.qkv["packed"].quants.new_empty(0, dtype=first.qkv["norm"].weight.dtype)
-    weights: list[torch.Tensor | None] = []
-    for each in matrices:
-        for matrix in each:
-            if "norm" in matrix and matrix["norm"] is not None:
-                weights += [matrix["norm"].weight, matrix["norm"].bias]
-            packed = matrix["packed"]
-            weights += [packed.quants, packed.scales, packed.zeros]
-    arguments = _shared(layers) | dict(
-        weights=[absent if p is None else p for p in weights],
-        multipliers=[matrix["packed"].multiplier for each in matrices for matrix in each],
-        format=first.qkv["packed"].number,
-        gated=first.calls[3].op is ops.packed_gemv_swiglu.overload,
-    )
-    return arguments

@@ -14,6 +14,7 @@ from ...quantization import PackedWeight
 from ..calls.named_calls import Call, Register, Step
 from ..calls.pass_table import CallList, Pass, PassTable, declare
 from ..ranks.rank_calls import through_peers
+from .native_calls import native_calls
 from .one_call import one_call
 
 #: product -> its argument that is the matrix, or the matrices, it reads
@@ -75,13 +76,22 @@ PASSES = declare(
                     "through_peers": "a sum over the GPUs' memory may lie between two products, a collective may not",
                 },
             ),
+            Pass(
+                "native_calls",
+                native_calls,
+                "It finds calls that the native library can make, and lets it make those that follow one another.",
+                {
+                    "one_call": "the op for all layers is one of these calls",
+                    "through_peers": "a collective is none, and the op in its place is",
+                },
+            ),
         ),
     )
 )
 
 
-def passed(calls: list[Call], register: Callable[[], Register], step: Step) -> list[Call]:
-    """Apply all passes to ``calls``."""
+def passed(calls: list[Call], register: Callable[[], Register], step: Step, title: str) -> CallList:
+    """Apply all passes to ``calls``; files of the list are in a folder of this title."""
     listing = CallList(calls, register)
-    PASSES.apply(listing, step, f"step-of-{step.rows}-rows")
-    return listing.calls
+    PASSES.apply(listing, step, title)
+    return listing

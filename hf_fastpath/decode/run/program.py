@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -10,10 +12,8 @@ import torch
 
 from ...reasons import Cause
 from ..calls.named_calls import Call, Register, Step, bound, by_name
+from .native_calls import Bound, NativeCalls, runs_of
 from .passes import passed
-
-#: function, arguments, where values go (a list, a place in it, a register), register of the result
-_Bound = tuple[Callable[..., Any], list[Any], list[tuple[list, int, int]], int]
 
 
 class Program:
@@ -31,7 +31,10 @@ class Program:
         self.values: list[Any] = [] if values is None else values
         self.calls: list[Call] = []
         self._passed = 0  # number of calls that the passes have seen
-        self._bound: list[_Bound] | None = None
+        self._in_native_code = False
+        self._outside: set[int] = set()  # registers that are read behind the calls
+        self._bound: list[Bound] | None = None
+        self._runs: list[NativeCalls] = []
         self._read_last: list[list[int]] | None = None  # of each call: registers that no later call reads
 
     def register(self, value: Any = None) -> Register:
@@ -48,6 +51,11 @@ class Program:
         call = Call(op, by_name(op, positional, named), self.register())
         self.calls.append(call)
         return call.out
+
+    def keep(self, register: Register) -> Register:
+        """Note that a register is read behind the calls, and return it."""
+        self._outside.add(register.index)
+        return register
 
     def move_to(self, device: torch.device) -> None:
         """Note that the calls to come run on ``device``; a program of one device need not know."""
@@ -75,11 +83,22 @@ class Program:
         """What bounds the speed of the calls, or keeps them from being captured."""
         return ()
 
-    def optimize(self, step: Step) -> None:
-        """Apply the passes to the calls that were recorded since the last time."""
+    def optimize(self, step: Step, what: str = "step") -> None:
+        """Apply the passes to the calls that were recorded since the last time.
+
+        Args:
+            step: the circumstances of the calls.
+            what: the calls are of, in names of files.
+        """
         noted = self.calls[self._passed :]
-        self.calls[self._passed :] = passed(noted, self.register, step)
-        self._passed = len(self.calls)
+        listing = passed(noted, self.register, step, f"{what}-of-{step.rows}-rows")
+        self.calls[self._passed :] = listing.calls
+        self._passed, self._in_native_code = len(self.calls), listing.in_native_code
+
+    @property
+    def native_runs(self) -> list[NativeCalls]:
+        """The calls that the native library makes in a row, in order; known once the program has run."""
+        return self._runs
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -88,7 +107,7 @@ class Program:
         """Return the names of the calls in order."""
         return [call.name for call in self.calls]
 
-    def _bind(self) -> list[_Bound]:
+    def _bind(self) -> list[Bound]:
         made = []
         for call in self.calls:
             op, ordered = bound(call.op, call.arguments)
@@ -96,13 +115,28 @@ class Program:
             lists = [given, *(a for a in given if isinstance(a, list))]
             holes = [(a, place, r.index) for a in lists for place, r in enumerate(a) if type(r) is Register]
             made.append((op, given, holes, call.out.index))
+        kept = {*self._outside, *(call.out.index for call in self.calls[-1:])}
+        self._runs = runs_of(made, kept) if self._in_native_code else []
         self._bound = made
         return made
 
     def run(self) -> None:
         """Make every call."""
         values = self.values
-        for op, arguments, holes, out in self._bound or self._bind():
+        calls = self._bound or self._bind()
+        place = 0
+        for run in self._runs:
+            if run.device != "cpu":
+                break  # a graph is captured of the calls, and memory is kept apart for all results
+            self._make(calls[place : run.begin], values)
+            if not run.run(values):
+                self._make(calls[run.begin : run.end], values)
+            place = run.end
+        self._make(calls[place:], values)
+
+    @staticmethod
+    def _make(calls: Iterable[Bound], values: list[Any]) -> None:
+        for op, arguments, holes, out in calls:
             for target, place, index in holes:
                 target[place] = values[index]
             values[out] = op(*arguments)
@@ -119,6 +153,29 @@ class Program:
                 target[place] = values[index]
             values[out] = op(*arguments)
             yield call, op, arguments, values[out]
+
+    def run_clocked(self) -> list[int]:
+        """Make every call as :meth:`run` does; return a clock's nanoseconds at the begin and behind each call."""
+        values, clock = self.values, time.perf_counter_ns
+        calls = self._bound or self._bind()
+        times = [clock()]
+
+        def make(begin: int, end: int) -> None:
+            for each in calls[begin:end]:
+                self._make((each,), values)
+                times.append(clock())
+
+        place = 0
+        for run in self._runs:
+            make(place, run.begin)
+            within = torch.zeros(run.end - run.begin + 1, dtype=torch.int64)
+            if run.run(values, within):
+                times += within[1:].tolist()
+            else:
+                make(run.begin, run.end)
+            place = run.end
+        make(place, len(calls))
+        return times
 
     def run_once(self, given: Iterable[tuple[Any, Any]]) -> Any:
         """Make every call.
@@ -143,18 +200,30 @@ class Program:
         for register, value in given:
             self.put(register, value)
         try:
-            for (op, arguments, holes, out), done in zip(calls, self._read_last):
-                for target, place, index in holes:
-                    target[place] = values[index]
-                values[out] = op(*arguments)
-                for target, place, _ in holes:
-                    target[place] = None
-                for index in done:
-                    values[index] = None
-            return values[out]
+            place = 0
+            for run in self._runs:
+                self._make_once(place, run.begin)
+                read_last = {*itertools.chain.from_iterable(self._read_last[run.begin : run.end])}
+                if not run.run(values, emptied=read_last):
+                    self._make_once(run.begin, run.end)
+                place = run.end
+            self._make_once(place, len(calls))
+            return values[calls[-1][-1]]
         finally:  # empties the registers that no call reads, and after an exception all of them
             self.release()
             values[:] = [None] * len(values)
+
+    def _make_once(self, begin: int, end: int) -> None:
+        """Make calls whose registers are emptied."""
+        values, done = self.values, self._read_last or []
+        for (op, arguments, holes, out), read_last in zip((self._bound or [])[begin:end], done[begin:end]):
+            for target, place, index in holes:
+                target[place] = values[index]
+            values[out] = op(*arguments)
+            for target, place, _ in holes:
+                target[place] = None
+            for index in read_last:
+                values[index] = None
 
     def put(self, register: Any, value: Any) -> None:
         """Fill a register; or fill the registers in a value with what another such value holds, or with None."""
@@ -173,3 +242,5 @@ class Program:
         for _, _, holes, _ in self._bound or ():
             for target, place, _ in holes:
                 target[place] = None
+        for run in self._runs:
+            run.release()
