@@ -85,16 +85,14 @@ struct TableX : HalfX<T, kFormat> {
 
   __device__ __forceinline__ TableX(char* ring, const PackedPlan& plan, int warp, int spans, int m)
       : Base(ring, plan, warp, spans, m),
-        table(shared_address(ring) - kPairTableBytes<kFormat> + threadIdx.x % kPairCopies<kFormat> * 4) {
+        table(shared_address(ring) - kPairTableBytes + threadIdx.x % kWarpSize * 4) {
     static_assert(kRingConsumers == 256, "a thread a byte");
     const int byte = threadIdx.x;
     uint32_t pairs[4];
     table_pairs<kFormat>(byte, pairs);
-    auto* const row =
-        reinterpret_cast<uint4*>(ring - kPairTableBytes<kFormat> + byte * (kPairCopies<kFormat> * 4));
+    auto* const row = reinterpret_cast<uint4*>(ring - kPairTableBytes + byte * (kWarpSize * 4));
 #pragma unroll
-    for (int i = 0; i < kPairCopies<kFormat> / 4; ++i)
-      row[(i + byte) % (kPairCopies<kFormat> / 4)] = make_uint4(pairs[0], pairs[0], pairs[0], pairs[0]);
+    for (int i = 0; i < 8; ++i) row[(i + byte) % 8] = make_uint4(pairs[0], pairs[0], pairs[0], pairs[0]);
     sync_some(1, kRingConsumers);
   }
 
@@ -113,7 +111,7 @@ struct TableX : HalfX<T, kFormat> {
       uint32_t value;
       asm volatile("ld.shared.u32 %0, [%1];"
                    : "=r"(value)
-                   : "r"(__byte_perm(word, 0, 0x4440 + i) * (kPairCopies<kFormat> * 4) + table));
+                   : "r"(__byte_perm(word, 0, 0x4440 + i) * (kWarpSize * 4) + table));
       return value;
     }
   };
@@ -127,25 +125,24 @@ struct TableX : HalfX<T, kFormat> {
       words.load(reader, rows, block);
       const float step = __int_as_float(x.steps[block * 4].x);
       const LineScales<kFormat> scales(reader, rows, block, 1);
+      float c[4] = {};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // of a block, with a scale of its own
-        float c[2][4] = {};                   // of two chains
+      for (int s = 0; s < int(kSubBlocks); ++s) {
+        uint32_t a[2][4];
 #pragma unroll
-        for (int s = 2 * half; s < 2 * half + 2; ++s) {
-          uint32_t a[2][4];
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {  // a product takes two bytes of each row
-            const int byte = i / 2, h = i % 2;
-            a[byte / 2][h + byte % 2 * 2] = x.pair(words.word[h][0][s], byte);
-          }
-          const uint4 b = load_shared(x.of_lane + block * kBlockBytes + s * 64);
-          mma<__half>(c[0], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
-          mma<__half>(c[1], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+        for (int i = 0; i < 8; ++i) {  // a product takes two bytes of each row
+          const int byte = i / 2, h = i % 2;
+          a[byte / 2][h + byte % 2 * 2] = x.pair(words.word[h][0][s], byte);
         }
+        const uint4 b = load_shared(x.of_lane + block * kBlockBytes + s * 64);
+        mma<__half>(c, a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
+        mma<__half>(c, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+        if (s % 2 == 0) continue;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          accumulators[0][2 * h] =
-              fmaf(scales.of(h, 2 * half) * step, c[0][2 * h] + c[1][2 * h], accumulators[0][2 * h]);
+          accumulators[0][2 * h] = fmaf(scales.of(h, s) * step, c[2 * h], accumulators[0][2 * h]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[i] = 0.f;
       }
     }
   }

@@ -109,13 +109,10 @@ struct PackedShare {
 
 // Shared memory in front of the ring in which one row of 16 bits looks up the values of a table's places
 // (packed_gemv_halves.cuh).
-template <PackedFormat kFormat>
-constexpr int kPairCopies = kFormat == PackedFormat::kFp4 ? 16 : 32;
-template <PackedFormat kFormat>
-constexpr int kPairTableBytes = 256 * kPairCopies<kFormat> * 4;
+constexpr int kPairTableBytes = 256 * kWarpSize * 4;
 template <class T, PackedFormat kFormat, int kColumns>
 constexpr int kTableBytes =
-    Traits<kFormat>::kHasTable && kColumns == 1 && sizeof(T) == 2 ? kPairTableBytes<kFormat> : 0;
+    Traits<kFormat>::kHasTable && kColumns == 1 && sizeof(T) == 2 ? kPairTableBytes : 0;
 
 // Columns of B that a row of x takes: a float32 x is the sum of three float16 terms, the fourth column
 // nothing.

@@ -76,16 +76,21 @@ def reference(
     return _narrow(x if x.dtype != torch.float64 else values, quants).to(x.dtype).contiguous()
 
 
+def _over(x: torch.Tensor, number: float) -> torch.Tensor:
+    """Divide by a number, rounded once: on a GPU, PyTorch multiplies by the reciprocal of a number that is no tensor."""
+    return x / torch.full_like(x, number)
+
+
 def _float8(values: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return quants as float32, and their scale."""
-    scale = most / 448
+    scale = _over(most, 448)
     return (values / scale.clamp(min=LEAST_SCALE)).clamp(-448, 448).to(_FLOAT8).float(), scale
 
 
 def _narrow(x: torch.Tensor, quants: InputQuants) -> torch.Tensor:
     most = x.abs().amax(-1, keepdim=True)
     is_float = quants != InputQuants.INT8_ROW_NARROW
-    scale = most / (448 if is_float else 127.5)
+    scale = _over(most, 448 if is_float else 127.5)
     scale = torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
     steps = x / scale
     found = steps.clamp(-448, 448).to(_FLOAT8).to(x.dtype) if is_float else steps.clamp(-128, 127).round()
@@ -98,8 +103,8 @@ def _without_outliers(x: torch.Tensor, limit: float, wide: torch.dtype) -> torch
     within = values.masked_fill(are_out, 0).float()
     most = within.abs().amax(-1, keepdim=True)
     found = (within * torch.where(most == 0, torch.zeros_like(most), most.reciprocal() * 127)).round()
-    rounded = found.to(wide) * (most.to(wide) / 127)
-    return torch.where(are_out.any(0), given.to(wide), rounded).to(x.dtype).view(x.shape)
+    rounded = found.to(wide) * _over(most.to(wide), 127)
+    return torch.where(are_out.any(0), given.to(wide), rounded).to(x.dtype).view(x.shape).contiguous()
 
 
 def fake(x):

@@ -248,6 +248,8 @@ def _is_faster_by_stock(patch: ModulePatch, cache: Any, args: tuple, kwargs: dic
     state, model = patch.state, patch.state.model
     if isinstance(cache, FastpathCache) or model is None:
         return False
+    if cache is None and any(kwargs[name] for name in kwargs if name.startswith("output_")):  # modules tell the reason
+        return False
     if state.loop_reason is not None:  # the user has chosen these modules, perhaps
         return False
     if torch.is_grad_enabled() or state.has_trained or model.training:  # by design stock code, which is not counted

@@ -23,7 +23,7 @@ OPS: dict[str, tuple[str, ...]] = {
         *("packed_gemv", "packed_gemm", "packed_gemv_swiglu", "packed_qkv_rope_append"),
     ),
     "attention": ("decode_attention", "append_attention", "quantizing_attention", "latent_attention", "rope_append"),
-    "experts": ("fused_experts", "routed_experts", "choose_experts", "router_logits"),
+    "experts": ("fused_experts", "packed_experts", "routed_experts", "choose_experts", "router_logits"),
     "states": ("gated_delta_step", "selective_state_step", "short_convolution"),
     "adapters": ("lora_down", "lora_up"),
     "norms": (

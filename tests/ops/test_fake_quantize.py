@@ -102,7 +102,7 @@ def test_what_passes_the_limit_of_a_scale_is_cut(device, dtype):
 @pytest.mark.parametrize("norm", (NormKind.RMS, NormKind.RMS_OFFSET, NormKind.LAYER))
 @pytest.mark.parametrize("quants", (InputQuants.FP8_BLOCK, InputQuants.FP8_BLOCK_NARROW, InputQuants.INT8_OUTLIERS))
 def test_a_norm_in_front_is_the_norm_ops(quants, norm, device, dtype):
-    """Where a kernel does both, one input in a thousand may lie beside a tie."""
+    """Where a kernel does both, a row's norm may differ in its last bit, and one input in a thousand lie beside a tie."""
     for shape in ((1, 1, 4096), (3, 384), (2, 1000), (70, 256), (1, 9216), (2, 111)):
         x, weight = (2 * torch.randn(shape, device=device)).to(dtype), torch.randn(shape[-1], device=device).to(dtype)
         given = dict(norm=norm, norm_weight=weight, norm_eps=1e-5)
@@ -111,7 +111,8 @@ def test_a_norm_in_front_is_the_norm_ops(quants, norm, device, dtype):
         else:
             behind = ops.rms_norm(x, weight, 1e-5, None, norm.weight_offset)
         found, expected = SPEC(x, quants, **given), SPEC(behind, quants)
-        assert float((found != expected).float().mean()) <= 1e-3
+        are_alike = torch.isclose(found.float(), expected.float(), rtol=4 * torch.finfo(dtype).eps, atol=0)
+        assert float((~are_alike).float().mean()) <= 1e-3
         assert same_bits(found, SPEC(x, quants, **given, programmatic_launch=True))
 
 

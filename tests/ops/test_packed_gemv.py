@@ -13,7 +13,7 @@ from routes import LIMIT, main, over_instruction_sets, run_limited
 from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.ops.packed_gemv import SPEC, random_weight
 from hf_fastpath.quantization import FORMATS, quantize
-from hf_fastpath.quantization.formats import pack, padded, scale_dtype
+from hf_fastpath.quantization.formats import pack, padded, scale_bits, scale_dtype
 from hf_fastpath.registry import Sample
 
 over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -75,7 +75,7 @@ def quants_of(format, whole, center=0):
 
 
 def ones(format, groups, device):
-    return torch.ones(groups, device=device, dtype=scale_dtype(format))
+    return scale_bits(format, torch.ones(groups, device=device))
 
 
 def noise_of(format):
@@ -186,7 +186,7 @@ def test_next_weight_is_checked(device):
 
 
 # With AVX2 alone, more rows of 8-bit weights are products in float32, whose sums run in another order.
-MOST_FEW = {"fp8": 2, "int8": 4, "int8_g32_zeros": 4}
+MOST_FEW = {"fp8": 2, "fp8_g128": 2, "int8": 4, "int8_row": 4, "int8_g32_zeros": 4}
 
 
 @over_instruction_sets

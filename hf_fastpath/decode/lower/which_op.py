@@ -387,9 +387,7 @@ QUERIES: tuple[Route, ...] = (
 #: attention over a cache, see :class:`Scores`
 ATTENTION: tuple[Route, ...] = (
     Route(
-        "attention of a prompt",
-        lambda to, asked: to.attention is not None and asked.new is None,
-        Lower._attend_by_other,
+        "a prompt's attention", lambda to, asked: to.attention is not None and asked.new is None, Lower._attend_by_other
     ),
     Route("quantizing_attention", lambda to, asked: asked.new is not None, Lower._attend_over_new),
     Route("decode_attention", lambda to, asked: True, lambda to, asked: to._over_cache(ops.decode_attention, asked)),
