@@ -14,7 +14,7 @@ struct PackedMatrix {
   PackedFormat format;
   // float16 [rows, groups], float32 [rows, groups / 2] (see scale_of_row()), or bytes [rows, 2 * groups]
   const uint16_t* scales;
-  const uint8_t* zeros;    // [rows, groups], if groups have zeros
+  const uint8_t* zeros;  // [rows, groups], if groups have zeros
   int64_t rows;
   int groups;        // of a row; those with scales in float32 count twice, those in bytes half
   int blocks;        // of a row, of kPackedBlock weights

@@ -77,7 +77,7 @@ def reference(
 
 
 def _over(x: torch.Tensor, number: float) -> torch.Tensor:
-    """Divide by a number, rounded once: on a GPU, PyTorch multiplies by the reciprocal of a number that is no tensor."""
+    """Divide, rounded once: on a GPU, PyTorch multiplies by the reciprocal of a number that is no tensor."""
     return x / torch.full_like(x, number)
 
 

@@ -102,7 +102,7 @@ def test_what_passes_the_limit_of_a_scale_is_cut(device, dtype):
 @pytest.mark.parametrize("norm", (NormKind.RMS, NormKind.RMS_OFFSET, NormKind.LAYER))
 @pytest.mark.parametrize("quants", (InputQuants.FP8_BLOCK, InputQuants.FP8_BLOCK_NARROW, InputQuants.INT8_OUTLIERS))
 def test_a_norm_in_front_is_the_norm_ops(quants, norm, device, dtype):
-    """Where a kernel does both, a row's norm may differ in its last bit, and one input in a thousand lie beside a tie."""
+    """Where a kernel does both, norms may differ in their last bit, and one input in a thousand lie beside a tie."""
     for shape in ((1, 1, 4096), (3, 384), (2, 1000), (70, 256), (1, 9216), (2, 111)):
         x, weight = (2 * torch.randn(shape, device=device)).to(dtype), torch.randn(shape[-1], device=device).to(dtype)
         given = dict(norm=norm, norm_weight=weight, norm_eps=1e-5)
