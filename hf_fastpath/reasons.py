@@ -96,8 +96,7 @@ REASONS: dict[str, Reason] = {
     "quantized_activations": Reason(
         "the checkpoint's products round their inputs in a way that ours do not: by scales that are fixed beforehand, "
         "with zero points, or as torchao does",
-        "use a checkpoint with dynamic, symmetric activations of 8 bits, or load it in 16 bits and patch(model, "
-        "weights='int8'): as small, and inputs stay as they are",
+        "load a checkpoint in 16 bits, or with dynamic activations; then patch(model, weights='int8')",
     ),
     "quantized_fp8": Reason(
         "the checkpoint keeps weights in FP8 that patch() does not repack: experts of a mixture, blocks that are not "

@@ -74,7 +74,7 @@ def samples(device: torch.device, dtype: torch.dtype):
         return torch.randn(*shape, device=device, dtype=dtype)
 
     for format in FORMATS.values():
-        for rows, k, n in ((1, 768, 70), (1, 111, 37), (2, 64, 65), (3, 1000, 33), (16, 300, 41)):
+        for rows, k, n in ((1, 768, 566), (1, 111, 293), (2, 64, 517), (3, 1000, 261), (16, 300, 325)):
             yield Sample(randn(rows, k), *random_weight(format, 2 * n, k, device))
         for activation in GATES:
             yield Sample(randn(1, 5, 128), *random_weight(format, 96, 128, device), activation)

@@ -13,7 +13,7 @@ from routes import LIMIT, main, over_instruction_sets, run_limited
 from hf_fastpath.ops.gemv import MAX_ROWS
 from hf_fastpath.ops.packed_gemv import SPEC, random_weight
 from hf_fastpath.quantization import FORMATS, quantize
-from hf_fastpath.quantization.formats import pack, padded, scale_bits, scale_dtype
+from hf_fastpath.quantization.formats import pack, padded, scale_bits
 from hf_fastpath.registry import Sample
 
 over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -92,7 +92,7 @@ def of_small_integers(format, rows, columns, device):
     quants = quants_of(format, torch.randint(-3, 4, (rows, width), device=device), center)
     quants[:, columns:] = 77 if format.bits == 8 else 3  # x has no input there
     scales = 2.0 ** torch.randint(-1, 2, groups, device=device)
-    return pack(format, quants), scales.to(scale_dtype(format)), zeros, 2.0, format.name
+    return pack(format, quants), scale_bits(format, scales), zeros, 2.0, format.name
 
 
 @over_dtypes

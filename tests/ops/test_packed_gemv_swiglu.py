@@ -11,7 +11,7 @@ from hf_fastpath.ops.fused_swiglu import GATES
 from hf_fastpath.ops.packed_gemv import random_weight
 from hf_fastpath.ops.packed_gemv_swiglu import SPEC
 from hf_fastpath.quantization import FORMATS
-from hf_fastpath.quantization.formats import pack, padded
+from hf_fastpath.quantization.formats import pack, padded, scale_bits
 from hf_fastpath.registry import Sample
 
 
@@ -48,7 +48,7 @@ def test_packed_gemv_swiglu_exact_on_integers(device, dtype, activation, format)
         whole[:n, k - 1] = torch.randint(0, 2, (n,), device=device)
         quants, groups = quants_of(format, whole, center), (2 * n, format.groups(k))
         scales = ones(format, groups, device)
-        scales[:n] = 64
+        scales[:n] = scale_bits(format, torch.tensor(64.0))
         zeros = torch.full(groups, center, device=device, dtype=torch.uint8) if format.has_zeros else None
         assert_exact(
             SPEC, Sample(x, pack(format, quants), scales, zeros, 1.0, format.name, activation), 64 * noise_of(format)

@@ -47,7 +47,8 @@ def test_cli_info_routes(capsys):
     assert len(lines) == len(rows) + 1 and [line.split()[0] for line in lines[1:]] == [row.name for row in rows]
     assert [row["name"] for row in found] == [row.name for row in rows] and rows
     pairs = next(row for row in found if row["name"] == "pairs" and "packed_gemm" in row["products"])
-    assert pairs["rows"] == "4-512" and pairs["weights"] == ["fp8", "int4"] and pairs["tuning"] == "prefers_bf16_dot"
+    assert pairs["rows"] == "4-512" and pairs["tuning"] == "prefers_bf16_dot"
+    assert {"fp8", "int4"} <= set(pairs["weights"])
 
 
 def test_cli_info_routes_of_a_gpu(monkeypatch, capsys):
