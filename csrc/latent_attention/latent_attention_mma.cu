@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_tile(const LatentAttentionParams& p, const 
 // The chunk of a rotary part from element e on, rotated if there are angles; all accesses are whole.
 template <class T>
 __device__ __forceinline__ void rotated_chunk(const LatentAttentionParams& p, int row, const T* x, int e,
-                                             float (&values)[kChunkElems]) {
+                                              float (&values)[kChunkElems]) {
   using C = Chunk<T, kChunkElems>;
   if (!p.cos.data) return C::unpack(C::load_l2(x + e), values);
   const int half = static_cast<int>(p.rope_dim) / 2, pair = e < half ? e : e - half;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void load_queries(const LatentAttentionParams& p, int
     const bool present = first_head + r < p.heads;
     float values[kChunkElems];
     rotated_chunk(p, row, head_of<T>(p.q_rope, row, present ? first_head + r : first_head),
-                 chunk * kChunkElems, values);
+                  chunk * kChunkElems, values);
     *reinterpret_cast<uint4*>(queries + L::at(r, kPlain + chunk)) = present ? C::pack(values) : C::zero();
   }
 }
