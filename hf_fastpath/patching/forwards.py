@@ -224,10 +224,7 @@ def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before = texts.aside, texts.over_cache, texts.by_stock
     texts.over_cache = isinstance(cache, FastpathCache)
     texts.by_stock = _is_faster_by_stock(patch, cache, args, kwargs)
-    if texts.by_stock and state.model is not None:
-        out_of_modules = state.aside(state.model, next(self.parameters()).device)
-    else:
-        out_of_modules = nullcontext()
+    out_of_modules = state.aside.out() if texts.by_stock else nullcontext()
     function = None if texts.by_stock else replaced_function(self)
     texts.aside = None if function is None else Cause("replaced_function", function)
     try:
