@@ -18,6 +18,7 @@ from ..decode.loops.call_scope import CallScope, Cancelled, in_scope
 from ..decode.loops.patched import STATE_KEY
 from ..decode.loops.shared_calls import why_model_not_shared
 from ..options import MAX_BATCH, bytes_of
+from .logprobs import logprobs
 from .request import Request, Result, Tokens
 from .slots import capacity_for, size_for, text_bytes
 
@@ -88,7 +89,7 @@ class Batch:
         self._tokenizer, self._defaults = tokenizer, defaults
         self._prompts = None if prompts is None else iter(prompts)
         self._lock = threading.Condition()
-        self._prompt_turn, self._alone_turn = threading.Lock(), threading.RLock()
+        self._alone_turn = threading.RLock()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._ended: dict[Request, Result] = {}  # in the order in which they ended; nobody has seen these results
@@ -136,7 +137,7 @@ class Batch:
         given |= self._inputs(prompt)
         ids = given.get("input_ids")
         device = self._inner.device
-        scope = CallScope(True, None, wants, self._prompt_turn, self._alone_turn)
+        scope = CallScope(True, None, wants, self._alone_turn)
         if seed is not None:
             scope.generator = torch.Generator(device).manual_seed(seed)
         streamer = Tokens() if streams else None
@@ -383,8 +384,7 @@ class Batch:
         if len(scope.logprobs) == count:
             return torch.stack([each[0] for each in scope.logprobs]).tolist() if count else []
         with self._alone_turn:
-            logits = self._model(input_ids=ids[:, :-1]).logits[0, -count:].float()
-        return logits.log_softmax(-1).gather(1, ids[0, -count:, None])[:, 0].tolist()
+            return logprobs(self._model, ids, last=count)[0].tolist()
 
 
 def _failed(request: Request, error: BaseException) -> Result:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..decode.loops.shared_calls import logprobs_of
+
 #: bytes that the logits of the texts that are read at once take at most, if a single text does not take more
 _MOST_BYTES = 1 << 30
 
@@ -53,18 +55,12 @@ def logprobs(
                 given["position_ids"] = (attention_mask[rows].long().cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             logits = model(**given).logits[:, -count - 1 : -1]
-            found.append(torch.stack([_of_tokens(each, its) for each, its in zip(logits, ids[rows, -count:])]))
+            found.append(torch.stack([logprobs_of(each, its) for each, its in zip(logits, ids[rows, -count:])]))
     scores = torch.cat(found) if found else torch.zeros(0, count, device=ids.device)
     if attention_mask is None:
         return scores
     is_text = attention_mask[:, -count - 1 :].bool()
     return scores.masked_fill(~(is_text[:, 1:] & is_text[:, :-1]), 0.0)
-
-
-def _of_tokens(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return float32 [seq_len] for one text's logits, [seq_len, vocab_size]."""
-    whole = logits.float()
-    return whole.gather(1, tokens[:, None].to(whole.device))[:, 0] - whole.logsumexp(-1)
 
 
 def _rows_at_once(model: Any, count: int) -> int:

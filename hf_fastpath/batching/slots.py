@@ -9,13 +9,11 @@ import torch
 from ..cache.buffers import CAPACITY_STEP, RING_SLACK
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.plans.plan_cache import PlanCache
-from ..decode.plans.rows_plan import RowsPlan
+from ..decode.plans.rows_plan import SIZES, RowsPlan
 from ..decode.sources.step_source import StepSource
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.kv_cache import SCALE_DTYPE, is_quantized
 
-#: numbers of slots: a plan is made for each that is needed, and its graph captured
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 #: slots are given up once no more than one of so many is taken
 _FREE_SHARE = 4
 #: buffers are given up once they have so many times the room that texts need

@@ -23,7 +23,6 @@ class CallScope:
         shares: the call shares steps from the beginning, also if no other call is under way.
         generator: draws the call's samples; None for the default one of the device.
         wants_logprobs: keep log-probabilities of the tokens, by the model's own logits.
-        prompt_turn: entered while a prompt is read.
         alone_turn: entered by a call that shares no steps, while it runs.
         logprobs: float32 [rows], of each new token.
         is_cancelled: the call is to end with :class:`Cancelled`.
@@ -32,7 +31,6 @@ class CallScope:
     shares: bool = False
     generator: torch.Generator | None = None
     wants_logprobs: bool = False
-    prompt_turn: AbstractContextManager[Any] = field(default_factory=nullcontext)
     alone_turn: AbstractContextManager[Any] = field(default_factory=nullcontext)
     logprobs: list[torch.Tensor] = field(default_factory=list)
     is_cancelled: bool = False

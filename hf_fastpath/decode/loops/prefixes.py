@@ -21,7 +21,7 @@ from ...stats import PrefixCounts
 from ..plans.plan_cache import PlanCache
 from ..sources.step_source import StepSource
 from ..state.snapshot import Snapshot
-from ..state.weights_sum import begin_sum
+from ..state.weights_sum import begin_sum, weights_sum
 from . import multimodal
 from .forward_answers import goes_on_from_states
 from .generate_calls import position_ids_of
@@ -143,7 +143,7 @@ class PrefixCall:
         return self._fingerprint, self._sum.value()
 
     def _guard_now(self) -> tuple:
-        return self._snapshot.fingerprint, begin_sum(self._snapshot.held_tensors()).value()
+        return self._snapshot.fingerprint, weights_sum(self._snapshot.held_tensors())
 
     def read(self, between: Callable[[int, int], Piece]) -> torch.Tensor:
         """Read the prompts, but not what is known of them.
@@ -162,14 +162,12 @@ class PrefixCall:
         if not (at_marks or self._sum.is_done()):
             if (answer := self._read_meanwhile(texts, between)) is not None:
                 return answer
-        found = [store.find(self._guard, text, len(text) - 1, at_marks) for text in texts]
-        begin = min(padding + each.count for padding, each in zip(self._paddings, found))
+        found, begin = self._known(self._guard, texts, at_marks)
         self._prefixes.weights_stay |= begin > 0
         step = self._steps_from(begin, between(begin, length)) if at_marks and 0 < begin < length else False
-        if step is None or not any(each.count for each in found):
+        if step is None:
             begin = 0
-        known = sum(max(0, begin - padding) for padding in self._paddings)
-        self._prefixes.counts.add(sum(map(len, texts)), known)
+        self._count(texts, begin)
         if begin:
             self._load(found, begin)
         if not at_marks:
@@ -191,9 +189,8 @@ class PrefixCall:
         likely = prefixes.store.newest_guard(lambda guard: guard[0] == self._fingerprint)
         if likely is None or not prefixes.weights_stay:
             return None
-        found = [prefixes.store.find(likely, text, len(text) - 1, False) for text in texts]
-        begin = min(padding + each.count for padding, each in zip(self._paddings, found))
-        if begin <= 0 or not any(each.count for each in found):
+        found, begin = self._known(likely, texts, False)
+        if not begin:
             return None
         self._load(found, begin)
         logits = between(begin, length).read()
@@ -201,8 +198,18 @@ class PrefixCall:
         if not prefixes.weights_stay:
             self._cache.reset()
             return None
-        prefixes.counts.add(sum(map(len, texts)), sum(max(0, begin - padding) for padding in self._paddings))
+        self._count(texts, begin)
         return logits
+
+    def _known(self, guard: tuple, texts: list[list[int]], at_marks: bool) -> tuple[list[Found], int]:
+        """Return what is kept of each text, and the position up to which all are known; 0 if nothing is kept of any."""
+        found = [self._prefixes.store.find(guard, text, len(text) - 1, at_marks) for text in texts]
+        begin = min(padding + each.count for padding, each in zip(self._paddings, found))
+        return found, begin if any(each.count for each in found) else 0
+
+    def _count(self, texts: list[list[int]], begin: int) -> None:
+        known = sum(max(0, begin - padding) for padding in self._paddings)
+        self._prefixes.counts.add(sum(map(len, texts)), known)
 
     def _load(self, found: list[Found], begin: int) -> None:
         cache = self._cache

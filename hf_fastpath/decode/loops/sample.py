@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -161,7 +161,8 @@ class _Loop(TokensAhead):
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions, seen = next_positions_of(behind, self.ids, self.config, model_kwargs), behind.seen
         state, given = self.state, (self.model, part, self.ids, self.config, model_kwargs, starts)
-        with self._prompt_turn():
+        takes_turns = self.shared is not None or self.scope is not None
+        with state.sharing.prompt_turn if takes_turns else nullcontext():
             next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes)
         started, first = time.perf_counter(), True
         plan: AnyPlan | None = None
@@ -255,12 +256,6 @@ class _Loop(TokensAhead):
         if self.streamer is not None:
             self.streamer.end()
         return self._result(given_cache)
-
-    def _prompt_turn(self) -> AbstractContextManager[Any]:
-        """Return what is entered while the prompt is read."""
-        if self.shared is not None:
-            return self.shared.sharing.prompt_turn
-        return nullcontext() if self.scope is None else self.scope.prompt_turn
 
     def _tokens_of(self, plan: AnyPlan | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Return the tokens that are read next, which a plan may have chosen."""

@@ -17,14 +17,14 @@ from ..state.snapshot import Snapshot, walk_of
 from .decode_plan import DecodePlan
 from .draft_plan import WIDTHS, DraftPlan
 from .plan_by_length import AnyPlan, PlanByLength
-from .rows_plan import RowsPlan
+from .rows_plan import SIZES, RowsPlan
 
 #: decode plans kept for one model; they differ in batch size, KV type and the way to choose tokens
 MAX_PLANS = 4
 #: plans that verify drafts: all widths for two KV types
 MAX_DRAFT_PLANS = 2 * len(WIDTHS)
 #: and of slots for texts: one for each number of them
-MAX_ROWS_PLANS = 9
+MAX_ROWS_PLANS = len(SIZES)
 #: recordings of one model that are kept, each of other Python values that it was made with
 MAX_RECORDINGS = 8
 #: calls of generate() that our loops serve at once: each has plans of its own, which take tens of megabytes on a GPU

@@ -10,6 +10,8 @@ from ...cache.fastpath_cache import FastpathCache
 from ..run.to_host import to_host
 from .decode_plan import DecodePlan
 
+#: numbers of slots: a plan is made for each that is needed, and its graph captured
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 #: tokens after which a row without a text begins anew: until then the device counts on, and the host writes nothing
 _IDLE_TOKENS = 64
 
