@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..choices import Activation
+from ..expert_pairs import one_by_one, sorted_pairs
 from ..ops.fused_experts import clamped
 from ..ops.fused_swiglu import SPEC as FUSED_SWIGLU
 from ..ops.fused_swiglu import reference as gated
@@ -120,23 +120,19 @@ class PackedExperts(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
-    def stacks(self) -> PackedStacks:
+    def packed(self) -> PackedStacks:
         """The weights; their tensors are those of this module."""
         return PackedStacks(self._modules[GATE_UP].in_order, self._modules[DOWN].in_order)  # type: ignore[union-attr]
 
     @property
-    def packed(self) -> PackedStacks:
-        return self.stacks
-
-    @property
     def format(self) -> Format:
         """The format of the larger stack."""
-        return self.stacks.gate_up.format
+        return self.packed.gate_up.format
 
     @property
     def quants(self) -> torch.Tensor:
         """What says where the module is."""
-        return self.stacks.gate_up.quants
+        return self.packed.gate_up.quants
 
     @property
     def is_described(self) -> bool:
@@ -151,7 +147,7 @@ class PackedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Do as transformers' experts do: [tokens, hidden_size], and [tokens, top_k] of experts and their weights."""
-        return chosen_experts(hidden_states, top_k_index, top_k_weights, self.stacks, self.how, *self.biases)
+        return chosen_experts(hidden_states, top_k_index, top_k_weights, self.packed, self.how, *self.biases)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, format={self.format.name}"
@@ -219,19 +215,13 @@ def _one_by_one(
     rows, hidden_size = x.reshape(len(ids), -1), x.shape[-1]
     count = stacks.down.out_features // hidden_size
     both_rows = stacks.gate_up.out_features // count
-    local = ids.flatten()
-    sorted_ids, order = torch.where((local >= 0) & (local < count), local, count).sort(stable=True)
-    ends = torch.searchsorted(sorted_ids, torch.arange(count, device=x.device), right=True)
-    places, shares = order // ids.shape[1], weights.flatten()[order].float().unsqueeze(-1)
-    total = rows.new_zeros(rows.shape, dtype=torch.float32)
-    for expert, (begin, end) in enumerate(pairwise((0, *ends.tolist()))):
-        if begin == end:
-            continue
-        mine = places[begin:end]
+    _, order, ends = sorted_pairs(ids.flatten(), count)
+
+    def compute(expert: int, mine: torch.Tensor) -> torch.Tensor:
         first = stacks.gate_up.rows(expert * both_rows, both_rows)
         both = multiply(rows[mine], first, None if gate_up_bias is None else gate_up_bias[expert])
         hidden = how.apply(both, is_differentiable)
         second = stacks.down.rows(expert * hidden_size, hidden_size)
-        made = multiply(hidden, second, None if down_bias is None else down_bias[expert])
-        total.index_add_(0, mine, made * shares[begin:end])
-    return total.to(x.dtype).view(x.shape)
+        return multiply(hidden, second, None if down_bias is None else down_bias[expert])
+
+    return one_by_one(rows, weights, order, ends, compute).to(x.dtype).view(x.shape)

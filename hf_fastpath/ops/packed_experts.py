@@ -85,8 +85,8 @@ def reference(
         quants, scales, zeros, multiplier, format = parts
         rows_of = (chosen[:, None] * features + torch.arange(features, device=chosen.device)).flatten()
         zeros = None if zeros is None else zeros[rows_of]
-        packed = FORMATS[PackedFormat(format).label], of.shape[-1], quants[rows_of], scales[rows_of], zeros, multiplier
-        matrices = PackedWeight(*packed).dequantize(of.dtype).view(len(chosen), features, -1)
+        packed = PackedWeight.of_parts(of.shape[-1], quants[rows_of], scales[rows_of], zeros, multiplier, format)
+        matrices = packed.dequantize(of.dtype).view(len(chosen), features, -1)
         out = (matrices @ of.unsqueeze(-1)).squeeze(-1)
         return out if bias is None else out + bias[chosen]
 

@@ -36,7 +36,7 @@ def reference(
 
     Source: ``torch.nn.Linear`` over ``PackedWeight.dequantize()``.
     """
-    packed = PackedWeight(FORMATS[format.label], x.shape[-1], quants, scales, zeros, multiplier)
+    packed = PackedWeight.of_parts(x.shape[-1], quants, scales, zeros, multiplier, format)
     return torch.nn.functional.linear(x, packed.dequantize(x.dtype), bias).contiguous()
 
 

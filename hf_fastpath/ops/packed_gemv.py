@@ -56,7 +56,7 @@ def reference(
     Source: ``torch.nn.Linear`` over ``PackedWeight.dequantize()``.
     """
     x = normed(x, norm, norm_weight, norm_bias, norm_eps)
-    packed = PackedWeight(FORMATS[format.label], x.shape[-1], quants, scales, zeros, multiplier)
+    packed = PackedWeight.of_parts(x.shape[-1], quants, scales, zeros, multiplier, format)
     out = activate(torch.nn.functional.linear(x, packed.dequantize(x.dtype), bias), activation)
     return out if residual is None else out + residual
 

@@ -92,6 +92,19 @@ class PackedWeight:
         """The weight as ops take it, in the order of :attr:`PARTS`."""
         return self.quants, self.scales, self.zeros, self.multiplier, self.number
 
+    @classmethod
+    def of_parts(
+        cls,
+        in_features: int,
+        quants: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        multiplier: float,
+        format: PackedFormat,
+    ) -> PackedWeight:
+        """Return the weight of which an op is given :attr:`parts`."""
+        return cls(FORMATS[PackedFormat(format).label], in_features, quants, scales, zeros, multiplier)
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [each for each in (self.quants, self.scales, self.zeros) if each is not None]

@@ -111,7 +111,7 @@ def test_a_step_reads_the_chosen_experts_alone():
     ours = hf_fastpath.patch(build("mixtral"), weights=FORMAT, quiet=True)
     chosen, experts = ours.config.num_experts_per_tok, experts_in(ours)
     counted = traffic.weight_bytes(ours)
-    stacks = sum(each.nbytes for module in experts for each in module.stacks.tensors)
+    stacks = sum(each.nbytes for module in experts for each in module.packed.tensors)
     ours.config.num_experts_per_tok = experts[0].num_experts
     left = traffic.weight_bytes(ours) - counted
     assert left == stacks * (experts[0].num_experts - chosen) // experts[0].num_experts
@@ -198,7 +198,7 @@ def test_mxfp4_has_the_values_of_transformers(dtype):
         for name in ("gate_up_proj", "down_proj")
     }
     made = repacked_experts(module, dtype)
-    for name, weight in (("gate_up_proj", made.stacks.gate_up), ("down_proj", made.stacks.down)):
+    for name, weight in (("gate_up_proj", made.packed.gate_up), ("down_proj", made.packed.down)):
         values = weight.dequantize(dtype).unflatten(0, (config.num_local_experts, -1)).mT
         torch.testing.assert_close(values, expected[name], rtol=0, atol=0, equal_nan=True)
 

@@ -83,12 +83,21 @@ def experts_and_weights(
     Returns:
         The output, of x's shape and dtype; and the experts' weights, float32 [rows, top_k].
     """
-    scores = logits.flatten(0, -2)
-    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
-    weights = choose_experts.overload(scores, ids, normalized, rounded, programmatic_launch)
+    ids, weights = chosen(logits, top_k, normalized, rounded, programmatic_launch)
     stacks, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
     settings = (activation, programmatic_launch, *biases, transposed, alpha, limit, concatenated)
     return fused_experts.overload(x, ids, weights, *stacks, residual, *settings), weights
+
+
+def chosen(logits: torch.Tensor, top_k: int, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run ``ops.choose_experts`` on logits, [..., num_experts]; ``settings`` are its arguments from ``normalized`` on.
+
+    Returns:
+        Experts, int64 [rows, top_k], and their weights, float32 [rows, top_k].
+    """
+    scores = logits.flatten(0, -2)
+    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=logits.device)
+    return ids, choose_experts.overload(scores, ids, *settings)
 
 
 def scaled_experts(

@@ -5,7 +5,6 @@ where that lies: no weights are copied or converted."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from ... import ops
 from ...choices import Activation, Scoring
+from ...expert_pairs import one_by_one, sorted_pairs
 from ...ops.fused_experts import UNGATED, clamped
 from ...ops.gemv import MAX_ROWS
 from ...options import MAX_BATCH
@@ -63,10 +63,8 @@ def routed_experts(
     sum_eps: float = 0.0,
 ) -> torch.Tensor:
     """Do as ``ops.routed_experts`` without norm and shared expert, for any number of rows."""
-    scores = logits.flatten(0, -2)
-    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=x.device)
     router = scoring, correction_bias, num_groups, top_groups, group_tops, factor, sum_eps
-    weights = ops.choose_experts.overload(scores, ids, normalized, rounded, False, *router)
+    ids, weights = composed.chosen(logits, top_k, normalized, rounded, False, *router)
     return chosen_experts(
         x,
         ids,
@@ -141,10 +139,7 @@ def chosen_experts(
     """
     rows, count = x.reshape(len(ids), -1), len(down_weight)
     local = ids.long().flatten() - first_expert
-    sorted_ids, order = torch.where((local >= 0) & (local < count), local, count).sort(stable=True)
-    # behind the last of the expert's pairs; pairs of experts that are not here come last
-    every = torch.arange(count, device=x.device)
-    ends = torch.searchsorted(sorted_ids, every, right=True, out_int32=True)
+    sorted_ids, order, ends = sorted_pairs(local, count)
     how = activation, transposed, alpha, limit, concatenated
     layers = (gate_up_weight, gate_up_bias), (down_weight, down_bias)
     if _are_grouped(len(order), gate_up_weight, down_weight):
@@ -225,21 +220,16 @@ def _grouped(rows, weights, sorted_ids, order, ends, layers, how) -> torch.Tenso
 def _one_by_one(rows, weights, order, ends, layers, how, product) -> torch.Tensor:
     """Return [rows, hidden_size] in float32: experts that were chosen run one after the other."""
     transposed = how[1]
-    total = rows.new_zeros(rows.shape, dtype=torch.float32)
-    places, shares = order // weights.shape[1], weights.flatten()[order].float().unsqueeze(-1)
 
     def layer(given: torch.Tensor, expert: int, stack: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         added = None if bias is None else bias[expert]
         return product(given, stack[expert], added, None, Activation.NONE, transposed)
 
-    for expert, (begin, end) in enumerate(pairwise((0, *ends.tolist()))):
-        if begin == end:
-            continue
-        mine = places[begin:end]
+    def compute(expert: int, mine: torch.Tensor) -> torch.Tensor:
         hidden = _activated(layer(rows[mine], expert, *layers[0]), *how)
-        made = layer(hidden, expert, *layers[1])
-        total.index_add_(0, mine, made * shares[begin:end])
-    return total
+        return layer(hidden, expert, *layers[1])
+
+    return one_by_one(rows, weights, order, ends, compute)
 
 
 def _activated(both, activation, transposed, alpha, limit, concatenated) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ... import ops
 from ...choices import Activation, Approximation
-from ...quantization import FORMATS, PackedWeight
+from ...quantization import PackedWeight
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: lambda x: ops.fused_gelu.overload(x, Approximation.NONE),
@@ -35,7 +35,7 @@ def finished(out, residual, activation):
 
 def dequantized_product(x, quants, scales, zeros, multiplier, format, bias, residual, activation):
     """Multiply by a quantized weight on a device that has no such kernel for many rows."""
-    weight = PackedWeight(FORMATS[format.label], x.shape[-1], quants, scales, zeros, multiplier)
+    weight = PackedWeight.of_parts(x.shape[-1], quants, scales, zeros, multiplier, format)
     return linear(x, weight.dequantize(x.dtype), bias, residual, activation)
 
 

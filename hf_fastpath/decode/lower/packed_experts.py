@@ -9,10 +9,10 @@ import torch
 
 from ...choices import Activation, NormKind, PackedFormat, Scoring
 from ...linears.packed_experts import GateHow, PackedStacks, chosen_experts
-from ...ops import choose_experts, packed_experts
+from ...ops import packed_experts
 from ...ops.gemv import MAX_ROWS
 from ...ops.norm import normed
-from ...quantization import FORMATS, PackedWeight
+from ...quantization import PackedWeight
 from . import composed
 from .formulas import Mixture
 
@@ -60,10 +60,8 @@ def routed_and_weights(
     Returns:
         The output, and the experts' weights, float32 [rows, top_k].
     """
-    scores = logits.flatten(0, -2)
-    ids = torch.empty(len(scores), top_k, dtype=torch.int64, device=logits.device)
     router = scoring, correction_bias, num_groups, top_groups, group_tops, factor, sum_eps
-    weights = choose_experts.overload(scores, ids, normalized, rounded, programmatic_launch, *router)
+    ids, weights = composed.chosen(logits, top_k, normalized, rounded, programmatic_launch, *router)
     first = gate_up_quants, gate_up_scales, gate_up_zeros, gate_up_multiplier, gate_up_format
     second = down_quants, down_scales, down_zeros, down_multiplier, down_format
     if len(ids) <= MAX_ROWS:
@@ -72,9 +70,8 @@ def routed_and_weights(
         of_norm = norm, norm_weight, norm_bias, norm_eps
         others = *second, residual, *how, *of_norm, programmatic_launch
         return packed_experts.overload(x, chosen, weights, *first, *others), weights
-    x = normed(x, norm, norm_weight, norm_bias, norm_eps)
-    given = _stacks(first, second, x), GateHow(activation, alternating, alpha, limit)
-    return chosen_experts(x, ids, weights, *given, gate_up_bias, down_bias, residual, first_expert), weights
+    given = normed(x, norm, norm_weight, norm_bias, norm_eps), ids, weights, *first, *second, activation, residual
+    return of_choices(*given, gate_up_bias, down_bias, alternating, alpha, limit, first_expert), weights
 
 
 def of_choices(
@@ -103,18 +100,11 @@ def of_choices(
     """Run experts that the model's own code has chosen, see ``recording.marks.experts``, for any number of rows."""
     first = gate_up_quants, gate_up_scales, gate_up_zeros, gate_up_multiplier, gate_up_format
     second = down_quants, down_scales, down_zeros, down_multiplier, down_format
-    given = _stacks(first, second, x), GateHow(activation, alternating, alpha, limit)
-    return chosen_experts(x, ids, weights, *given, gate_up_bias, down_bias, residual, first_expert)
-
-
-def _stacks(first: tuple, second: tuple, x: torch.Tensor) -> PackedStacks:
-    """Return the weights whose parts an op takes."""
-    quants, scales, zeros, multiplier, format = second
-    width = first[0].shape[0] // (quants.shape[0] // x.shape[-1]) // 2
-    down = PackedWeight(FORMATS[PackedFormat(format).label], width, quants, scales, zeros, multiplier)
-    quants, scales, zeros, multiplier, format = first
-    known = FORMATS[PackedFormat(format).label]
-    return PackedStacks(PackedWeight(known, x.shape[-1], quants, scales, zeros, multiplier), down)
+    hidden_size = x.shape[-1]
+    width = len(gate_up_quants) // (len(down_quants) // hidden_size) // 2
+    stacks = PackedStacks(PackedWeight.of_parts(hidden_size, *first), PackedWeight.of_parts(width, *second))
+    how = GateHow(activation, alternating, alpha, limit)
+    return chosen_experts(x, ids, weights, stacks, how, gate_up_bias, down_bias, residual, first_expert)
 
 
 #: what runs mixtures with quantized experts, for any number of rows

@@ -241,7 +241,7 @@ class MoEPart(Part):
     def stacks(self) -> list[Any]:
         """Return the weights of all experts: gate and up, and down."""
         if (packed := self.packed) is not None:
-            return [packed.stacks.gate_up, packed.stacks.down]
+            return [packed.packed.gate_up, packed.packed.down]
         return [getattr(self.experts, name) for name in (self.spec.gate_up, self.spec.down)]
 
     def stack_biases(self) -> list[torch.Tensor | None]:
