@@ -15,7 +15,7 @@ from torch import nn
 from .. import compat, logs
 from ..choices import InputQuants
 from ..compat import Conv1D, check_sizes, class_named, few_modules, model_of_config
-from ..linears.packed_experts import DOWN, GATE_UP, PackedExperts, PackedStacks
+from ..linears.packed_experts import DOWN, GATE_UP, PackedStacks
 from ..linears.packed_linear import PackedLinear
 from ..native import huge_pages, loader
 from ..options import MAX_BATCH, Options
@@ -355,25 +355,13 @@ class _Loading:
                 stacks.setdefault(at, {})[attribute] = weight
                 if len(found := stacks[at]) == 2:
                     made = experts_with(experts, PackedStacks(found[GATE_UP], found[DOWN]))
-                    self._replace(state, experts, made, places[id(experts)])
+                    Replaced(experts, made, places[id(experts)]).put(state.ledger.replaced)
                 continue
             linear = model.get_submodule(name)
             bias = linear.bias if hasattr(linear, "bias") else None
             packed = PackedLinear(weight, bias, linear.weight.dtype).train(linear.training)
-            self._replace(state, linear, packed, places[id(linear)])
+            Replaced(linear, packed, places[id(linear)]).put(state.ledger.replaced)
         state.lost = _LOST
-
-    @staticmethod
-    def _replace(
-        state: PatchState,
-        original: nn.Module,
-        packed: PackedLinear | PackedExperts,
-        places: list[tuple[nn.Module, str]],
-    ) -> None:
-        done = Replaced(original, packed, places)
-        state.ledger.replaced.append(done)
-        for parent, attribute in done.places:
-            parent._modules[attribute] = packed
 
     def _set(self, contents: dict, name: str, value: Any) -> None:
         self._before.append((contents, name, contents[name]))

@@ -121,10 +121,7 @@ def repack_experts(model: nn.Module, replaced: list[Replaced], quiet: bool) -> N
             restore = _restoring(module)
             with torch.inference_mode(False), torch.no_grad():
                 packed = repacked_experts(module, model.dtype)
-            done = Replaced(module, packed, places[id(module)], restore)
-            for parent, name in done.places:
-                parent._modules[name] = packed
-            replaced.append(done)
+            Replaced(module, packed, places[id(module)], restore).put(replaced)
             if packed.quants.device.type == "cpu":
                 heap.give_back()
             bar.update()

@@ -44,6 +44,12 @@ class Replaced:
     places: list[tuple[nn.Module, str]]
     restore: Callable[[nn.Module, Any], None] | None = None
 
+    def put(self, replaced: list[Replaced]) -> None:
+        """Put the quantized layer in all places; ``replaced`` gets what was done."""
+        for parent, name in self.places:
+            parent._modules[name] = self.packed
+        replaced.append(self)
+
     def undo(self, elsewhere: Sequence[tuple[nn.Module, str]] = ()) -> None:
         """Put the layer back, with its weight on the device of the quantized one.
 
@@ -203,10 +209,7 @@ def _replace(
         if is_sharded(linear.weight):
             spread_like(linear, packed)
         place_like(linear, packed)
-        done = Replaced(linear, packed, places[id(linear)])
-        for parent, name in done.places:
-            parent._modules[name] = packed
-        replaced.append(done)
+        Replaced(linear, packed, places[id(linear)]).put(replaced)
         if id(linear.weight) not in shared:  # the embedding's, which stays, may be the head's
             move(linear.weight, "cpu")
 
@@ -220,10 +223,7 @@ def _replace_experts(
 ) -> None:
     packed = quantized_experts(experts, format)
     place_like(experts, packed)
-    done = Replaced(experts, packed, places[id(experts)])
-    for parent, name in done.places:
-        parent._modules[name] = packed
-    replaced.append(done)
+    Replaced(experts, packed, places[id(experts)]).put(replaced)
     kept = {id(each) for each in packed.biases}
     for tensor in experts.parameters():
         if id(tensor) not in shared | kept:

@@ -150,9 +150,7 @@ def _put(
 ) -> None:
     for linear, packed, rewriting in made:
         done = Replaced(linear, packed, places[id(linear)])
-        for parent, name in done.places:
-            parent._modules[name] = packed
-        replaced.append(done)
+        done.put(replaced)
         family = family_of(linear)
         if family is not None and family.release is not None and not packed.is_described:
             assert family.restore is not None, "what frees can give back"
