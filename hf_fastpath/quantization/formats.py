@@ -12,7 +12,8 @@ import torch
 from ..choices import InputQuants, PackedFormat
 from ..packed_formats import BLOCK, FORMATS, SUB_BLOCKS, Format, padded
 
-__all__ = ["BLOCK", "FORMATS", "Format", "InputRounding", "PackedWeight", "ReorderedWeight", "RoundedInputWeight"]
+__all__ = ["BLOCK", "FORMATS", "Format", "InputRounding", "PackedWeight", "PreparedInputWeight"]
+__all__ += ["ReorderedWeight", "RoundedInputWeight"]
 __all__ += ["is_multiplier", "pack", "padded", "scale_bits", "scale_dtype", "scale_values", "unpack"]
 
 #: bits of 2^-127, the scale of a byte that is 0; behind the sign, bits of other powers are the byte alone
@@ -158,16 +159,14 @@ class PackedWeight:
 
 
 @dataclass(frozen=True)
-class ReorderedWeight:
-    """A quantized weight whose inputs lie in another order, so that those of a group are neighbors.
+class PreparedInputWeight:
+    """A quantized weight whose input is changed in front of the product.
 
     Attributes:
-        weight: the weight; its column ``i`` is for the input ``order[i]``.
-        order: int32 [in_features], a permutation. Weights of one input share the tensor if they have one order.
+        weight: the weight.
     """
 
     weight: PackedWeight
-    order: torch.Tensor
 
     @property
     def in_features(self) -> int:
@@ -180,6 +179,18 @@ class ReorderedWeight:
     @property
     def device(self) -> torch.device:
         return self.weight.device
+
+
+@dataclass(frozen=True)
+class ReorderedWeight(PreparedInputWeight):
+    """A quantized weight whose inputs lie in another order, so that those of a group are neighbors.
+
+    Attributes:
+        weight: the weight; its column ``i`` is for the input ``order[i]``.
+        order: int32 [in_features], a permutation. Weights of one input share the tensor if they have one order.
+    """
+
+    order: torch.Tensor
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -212,7 +223,7 @@ class InputRounding:
 
 
 @dataclass(frozen=True)
-class RoundedInputWeight:
+class RoundedInputWeight(PreparedInputWeight):
     """A quantized weight of a package whose products round their input, too.
 
     Attributes:
@@ -220,20 +231,7 @@ class RoundedInputWeight:
         rounding: how its input is rounded.
     """
 
-    weight: PackedWeight
     rounding: InputRounding
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.out_features
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
 
     @property
     def format(self) -> Format:

@@ -20,7 +20,7 @@ from ...ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS, most_rows
 from ...ops.joined_gemv import MAX_WEIGHTS
 from ...ops.kv_cache import KVCache
 from ...ops.lora_down import MAX_RANKS
-from ...quantization import PackedWeight, ReorderedWeight, RoundedInputWeight
+from ...quantization import PackedWeight, PreparedInputWeight
 from ..calls.named_calls import Emit, HeadNorms, Norm, parameters
 from ..model.weight import AdaptedWeight, Adapters, PlainWeight, Weight, has_adapters, joined
 from ..ranks.rank_calls import Shard, gathered, own_inputs, summed
@@ -335,7 +335,7 @@ PRODUCTS: tuple[Route, ...] = (
     Route("product, and lora_up", lambda to, asked: has_adapters(asked.weight), Lower._adapted),
     Route(
         "index_select or fake_quantize, and the product",
-        lambda to, asked: isinstance(asked.weight, (ReorderedWeight, RoundedInputWeight)),
+        lambda to, asked: isinstance(asked.weight, PreparedInputWeight),
         prepared_product,
     ),
     Route("packed_gemv", lambda to, asked: _is_packed(to, asked) and not to.many, Lower._packed_gemv),
