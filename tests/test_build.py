@@ -355,7 +355,7 @@ def test_source_archive_holds_what_a_clone_holds(tree, tmp_path):
         if path.is_file() and not path.name.startswith(".") and path.name != "compile_commands.json":
             shutil.copy(path, tree)
     result = subprocess.run(
-        [sys.executable, "setup.py", "-q", "sdist"], cwd=tree, env=os.environ, capture_output=True, text=True
+        [sys.executable, "-B", "setup.py", "-q", "sdist"], cwd=tree, env=os.environ, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     (path,) = (tree / "dist").iterdir()

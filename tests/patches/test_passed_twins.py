@@ -111,7 +111,7 @@ def test_code_of_helpers_counts(helped, another_process):
 
 def test_a_file_that_was_edited_behind_its_import_is_not_kept(helped, another_process, tmp_path, monkeypatch):
     model, (path,) = helped(), tmp_path.glob("helper*.py")
-    path.write_text(path.read_text().replace("2", "4"))
+    path.write_text(path.read_text().replace("2", "40"))  # of another length: Python compares seconds and lengths
     assert tried_as(model, another_process) is None and not notes()
     model = helped()
     monkeypatch.setattr(compat.imported, "_started", lambda: time.time() - 60)
