@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import ast
 import builtins
+import hashlib
 import importlib
 import inspect
 import itertools
+import json
 import logging
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FunctionType
@@ -26,6 +29,9 @@ from torch import nn
 
 from .architecture import Architecture, architectures
 from .errors import UnsupportedModelError
+from .known_code import classes_of, digest_of_classes, read_note, versions, write_note
+from .native import build_cache
+from .native.toolchain import BuildError
 
 #: methods that decide on weights and attributes; these are read from the model itself
 _NOT_COMPARED = ("__init__", "_init_weights")
@@ -33,6 +39,8 @@ _NOT_COMPARED = ("__init__", "_init_weights")
 
 #: number of differences that an error names
 _SHOWN = 6
+#: what a note in the cache folder says of a model that is no twin, and its most bytes
+_NONE, _MOST_BYTES = "-", 256
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,25 @@ def known_for(model: nn.Module, listed: tuple[Architecture, ...]) -> tuple[Archi
     """Return ``listed``; or the model's own architecture if it has none of their classes and is a twin of one."""
     if any(architecture.part_of(module) for module in model.modules() for architecture in listed):
         return listed
-    twins = (found.architecture for found in _compared(model, most=1) if found.architecture is not None)
-    found = next(twins, None)
-    return listed if found is None else (found,)
+    digest = digest_of_classes(model)
+    path = None
+    like: str | None = None
+    if digest is not None:
+        names = [f"{each.__module__}.{each.__qualname__}" for each in classes_of(model)]
+        key = hashlib.sha256(json.dumps([versions(), names]).encode() + digest).hexdigest()[:32]
+        with suppress(BuildError):
+            path = build_cache.root() / build_cache.FAMILIES / key
+    if path is not None:
+        with suppress(OSError, ValueError):
+            like = read_note(path, _MOST_BYTES)
+            build_cache.used(path)
+    if like == _NONE:
+        return listed
+    found = next((each for each in _compared(model, 1, like) if each.architecture is not None), None)
+    if path is not None and like is None:
+        with suppress(OSError, BuildError):
+            write_note(path, _NONE if found is None else found.like)
+    return listed if found is None or found.architecture is None else (found.architecture,)
 
 
 def match(model: nn.Module) -> Match | None:
@@ -69,14 +93,17 @@ def match(model: nn.Module) -> Match | None:
     return min(_compared(model), key=lambda result: len(result.differences), default=None)
 
 
-def _compared(model: nn.Module, most: int | None = None) -> Iterator[Match]:
+def _compared(model: nn.Module, most: int | None = None, like: str | None = None) -> Iterator[Match]:
     """Compare ``model`` with each listed architecture whose layers are where the model's are.
 
     Args:
         most: number of differences after which a comparison ends, since sources take long to read; None for all.
+        like: name of the only one to compare with, or None.
     """
     modules = dict(model.named_modules())
     for architecture in architectures():
+        if like not in (None, architecture.name):
+            continue
         layers = modules.get(f"{architecture.base}.{architecture.layers}")
         if not isinstance(layers, nn.ModuleList) or not len(layers):
             continue

@@ -114,7 +114,7 @@ from .generation import (
     set_philox_offset,
     uses_generation_mixin_sample,
 )
-from .hearing import hearing, is_logging, unheard
+from .hearing import hearing, is_logging, module_of, uncollected, unheard
 from .host_memory import lock_pages, unlock_pages
 from .imported import file_digest, is_elsewhere, is_file_of, module_digest, unchanged_digest
 from .kernel_records import KernelRecord, kernel_records, put_marker
@@ -123,6 +123,7 @@ from .models import (
     FORWARD_NOTES,
     GENERATION_DEFAULTS,
     INITIALIZED,
+    REGISTRIES,
     Conv1D,
     activation_of,
     attention_function,

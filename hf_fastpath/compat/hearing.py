@@ -16,7 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .imported import is_elsewhere
+
 _LOGGING = logging.__file__
+_OWN = __package__.partition(".")[0] + "."
+#: methods that ``dataclasses`` writes, and the beginning of the modules that ``collections.namedtuple`` makes
+_WRITTEN = frozenset(f"__{name}__" for name in "init eq repr hash lt le gt ge setattr delattr".split())
+_TUPLES = "namedtuple_"
 #: what is called with the frame that runs code for the first time, "call" and None, as by ``sys.setprofile``
 Hear = Callable[[types.FrameType, str, Any], None]
 #: numbers of tools that Python gives no name to
@@ -24,25 +30,32 @@ _NUMBERS = (3, 4)
 
 
 @contextmanager
-def hearing(hear: Hear) -> Iterator[None]:
-    """Call ``hear`` for code that this thread runs in a ``with`` block, at least once for each; meanwhile the garbage
-    collector, whose callbacks anybody may have registered, does not run."""
+def uncollected() -> Iterator[None]:
+    """Let the garbage collector wait for the length of a ``with`` block, or of a function so decorated: it goes through
+    all that was imported."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        with _monitoring(hear) as is_heard:
-            if is_heard:
-                yield
-                return
-            before = sys.getprofile()
-            sys.setprofile(hear)
-            try:
-                yield
-            finally:
-                _profile_again(before)
+        yield
     finally:
         if collects:
             gc.enable()
+
+
+@contextmanager
+def hearing(hear: Hear) -> Iterator[None]:
+    """Call ``hear`` for code that this thread runs in a ``with`` block, at least once for each; meanwhile the garbage
+    collector, whose callbacks anybody may have registered, does not run."""
+    with uncollected(), _monitoring(hear) as is_heard:
+        if is_heard:
+            yield
+            return
+        before = sys.getprofile()
+        sys.setprofile(hear)
+        try:
+            yield
+        finally:
+            _profile_again(before)
 
 
 # ---- sys.monitoring -------------------------------------------------------------------------------------------------
@@ -172,3 +185,20 @@ def is_logging(frame: types.FrameType) -> bool:
             return True
         caller = caller.f_back
     return False
+
+
+# ---- whose code it is -----------------------------------------------------------------------------------------------
+
+
+def module_of(frame: types.FrameType) -> tuple[str, str] | None:
+    """Return the module whose code begins to run, and the file with this code, "" if the module's classes have it
+    written; None for code of PyTorch, Python and this package."""
+    code, caller = frame.f_code, frame.f_back
+    name, file = str(frame.f_globals.get("__name__")), code.co_filename
+    if not is_elsewhere(file) or name.startswith(_OWN):
+        return None
+    if not file.startswith("<"):
+        return name, file
+    if name.startswith(_TUPLES) or caller is None or not is_elsewhere(caller.f_code.co_filename):
+        return None
+    return name, "" if code.co_name in _WRITTEN else file

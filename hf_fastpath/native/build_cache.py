@@ -2,7 +2,8 @@
 
 ``<root>/<key>/`` holds a library with its description and lock. ``<root>/objects/`` holds the compilers' objects; the
 name of each has a hash of everything that the object was made from, so that a build that was broken off goes on.
-``<root>/twins/`` and ``<root>/heard/`` hold what :mod:`..patching.passed_twins` keeps.
+``<root>/twins/`` and ``<root>/heard/`` hold what :mod:`..patching.passed_twins` keeps, and ``<root>/recordings/`` what
+:mod:`..recording.kept_recordings` keeps, and ``<root>/families/`` what :mod:`..structural` has found.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .toolchain import BuildError
 PATIENCE = 2.0
 #: seconds after which the next build removes what no build or load has used
 KEPT_SECONDS = 30 * 24 * 3600
-OBJECTS, TWINS, HEARD = "objects", "twins", "heard"
+OBJECTS, TWINS, HEARD, RECORDINGS, FAMILIES = "objects", "twins", "heard", "recordings", "families"
 _CHUNK = 1 << 20
 _REMEDY = "set HF_FASTPATH_CACHE to a folder of yours"
 
@@ -203,11 +204,13 @@ def used(path: Path) -> None:
 
 
 def clean() -> None:
-    """Remove objects, scratch folders, libraries and notes of twins that nothing has used for ``KEPT_SECONDS``."""
+    """Remove objects, scratch folders, libraries and notes that nothing has used for ``KEPT_SECONDS``."""
     try:
         top = root()
         oldest = time.time() - KEPT_SECONDS
-        for path in (each for folder in (OBJECTS, TWINS, HEARD) for each in top.glob(f"{folder}/*")):
+        for path in (
+            each for folder in (OBJECTS, TWINS, HEARD, RECORDINGS, FAMILIES) for each in top.glob(f"{folder}/*")
+        ):
             if path.stat().st_mtime < oldest:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         for note in top.glob("*/libhf_fastpath_*.json"):

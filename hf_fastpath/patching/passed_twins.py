@@ -7,14 +7,11 @@ key and of the code of these modules, so that the note is not found once any of 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
 import marshal
-import os
 import re
-import stat
 import sys
 import threading
 import types
@@ -22,28 +19,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import sympy
 import torch
-import transformers
 from torch import nn
 
 from .. import compat
-from ..compat import transformers_version
-from ..decode.calls.pass_table import switched_off
-from ..native import build_cache, loader
+from ..known_code import classes_of, is_lasting, modules_of, own_code, read_note, surroundings, write_note
+from ..native import build_cache
 from ..native.toolchain import BuildError
 from ..recording import proof
+from ..recording.kept_recordings import made_anew
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-_OWN = __package__.partition(".")[0] + "."
 #: most bytes of a note
 _MOST_BYTES = 1 << 17
 _NAME = re.compile(r"\+?\w+(\.\w+)*")
 #: marks the name of a module that a twin's run has imported
 _LATE = "+"
-#: methods that ``dataclasses`` writes, and the beginning of the modules that ``collections.namedtuple`` makes
-_WRITTEN = frozenset(f"__{name}__" for name in "init eq repr hash lt le gt ge setattr delattr".split())
-_TUPLES = "namedtuple_"
 _known: dict[str, float] = {}
 
 
@@ -66,9 +56,9 @@ def find(key: str) -> float | None:
     """Return the difference that a twin with this key showed, here or in another process; None if none has passed."""
     if key not in _known:
         with suppress(OSError, BuildError, ValueError):  # no such file, or none that may be trusted or read
-            names = _read(_heard_file(key)).split()
+            names = read_note(_heard_file(key), _MOST_BYTES).split()
             if (path := _file(key, names)) is not None:
-                found = float(_read(path))
+                found = float(read_note(path, _MOST_BYTES))
                 if 0 <= found <= proof.MOST:
                     _known[key] = found
                     build_cache.used(path)
@@ -82,19 +72,16 @@ def keep(key: str, difference: float, twin: nn.Module) -> None:
     _known[key] = difference
     heard, before = _heard.modules, _heard.before or frozenset(sys.modules)
     forget()
-    modules = {each.__module__ for each in _classes(twin)} | {name for name, _ in heard or ()}
-    if heard is None or _own_code() is None or any(compat.module_digest(name) is None for name in modules):
+    modules = {each.__module__ for each in classes_of(twin)} | {name for name, _ in heard or ()}
+    if heard is None or not is_lasting() or any(compat.module_digest(name) is None for name in modules):
         return
     if any(file and not compat.is_file_of(name, file) for name, file in heard):
-        return
-    if any(map(compat.is_development, (transformers.__version__, torch.__version__))):
         return
     names = sorted((name if name in before else _LATE + name) for name in modules)
     with suppress(OSError, BuildError):
         if (path := _file(key, names)) is not None:
             for note, content in ((_heard_file(key), "\n".join(names)), (path, repr(difference))):
-                build_cache.make_folder(note.parent)
-                build_cache.replace(note, content.encode(), 0o644)
+                write_note(note, content)
 
 
 def forget() -> None:
@@ -108,7 +95,8 @@ def hearing() -> Iterator[None]:
     twin."""
     _heard.modules, _heard.before = None, frozenset(sys.modules)
     if sys.getprofile() is not None:  # a profiler of the user's, which would hear nothing meanwhile
-        yield
+        with made_anew():
+            yield
         return
     codes: dict[int, types.CodeType] = {}
     found: set[tuple[str, str]] = set()
@@ -116,28 +104,14 @@ def hearing() -> Iterator[None]:
     def hear(frame: types.FrameType, event: str, argument: object) -> None:
         if event == "call" and id(frame.f_code) not in codes and not compat.is_logging(frame):
             codes[id(frame.f_code)] = frame.f_code
-            if (ran := _module_of(frame)) is not None:
+            if (ran := compat.module_of(frame)) is not None:
                 found.add(ran)
 
     try:
-        with compat.hearing(hear):
+        with made_anew(), compat.hearing(hear):
             yield
     finally:
         _heard.modules = found
-
-
-def _module_of(frame: types.FrameType) -> tuple[str, str] | None:
-    """Return the module whose code begins to run, and the file with this code, "" if the module's classes have it
-    written; None for code of PyTorch, Python and this package."""
-    code, caller = frame.f_code, frame.f_back
-    name, file = str(frame.f_globals.get("__name__")), code.co_filename
-    if not compat.is_elsewhere(file) or name.startswith(_OWN):
-        return None
-    if not file.startswith("<"):
-        return name, file
-    if name.startswith(_TUPLES) or caller is None or not compat.is_elsewhere(caller.f_code.co_filename):
-        return None
-    return name, "" if code.co_name in _WRITTEN else file
 
 
 def key_of(twin: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
@@ -147,15 +121,13 @@ def key_of(twin: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     config = {name: value for name, value in twin.config.to_dict().items() if name != "_name_or_path"}
     sizes = {name: list(each.shape) for name, each in twin.named_parameters()}
     chosen = [getattr(twin.config, f"_{seam}_implementation", None) for seam in ("attn", "experts")]
-    versions = [transformers_version(), transformers.__version__, torch.__version__, sympy.__version__, sys.version]
-    known = [config, sizes, chosen, versions, _device(device), str(dtype), sorted(switched_off())]
+    known = [config, sizes, chosen, str(dtype), *surroundings(device)]
     digest = hashlib.sha256(json.dumps(known, default=str).encode())
-    digest.update(_own_code() or b"")
-    modules = {base.__module__ for each in _classes(twin) for base in each.__mro__[:-1]}
-    for name in (*compat.CORE_MODULES, *sorted(name for name in modules if name.partition(".")[0] != "torch")):
+    digest.update(own_code() or b"")
+    for name in modules_of(twin):
         digest.update(name.encode())
         digest.update(compat.module_digest(name) or b"")
-    for each in _classes(twin):
+    for each in classes_of(twin):
         digest.update(f"{each.__module__}.{each.__qualname__}".encode())
         forward = inspect.unwrap(each.forward)
         if hasattr(forward, "__code__"):  # it may have been put into the class since
@@ -181,45 +153,3 @@ def _file(key: str, names: list[str]) -> Path | None:
         digest.update(name.encode())
         digest.update(found)
     return build_cache.root() / build_cache.TWINS / digest.hexdigest()[:32]
-
-
-def _read(path: Path) -> str:
-    """Return the text of a note.
-
-    Raises:
-        OSError: there is none, or a link, a pipe or something else is in its place.
-        ValueError: others may have written it, or it is no text of a note's length.
-    """
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise OSError(f"{path} is no note")
-        if (reason := build_cache.why_unsafe(path)) is not None:
-            raise ValueError(reason)
-        return os.read(handle, _MOST_BYTES).decode()
-    finally:
-        os.close(handle)
-
-
-def _device(device: torch.device) -> list[str]:
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
-    return [device.type, name, (loader.description(device.type) or {}).get("sha256", "")]
-
-
-def _classes(twin: nn.Module) -> list[type]:
-    """Return the classes of the twin's modules but for PyTorch's, by name."""
-    found = {type(each) for each in twin.modules()}
-    return sorted((each for each in found if each.__module__.partition(".")[0] != "torch"), key=_name_of)
-
-
-def _name_of(kind: type) -> tuple[str, str]:
-    return kind.__module__, kind.__qualname__
-
-
-@functools.cache
-def _own_code() -> bytes | None:
-    """Return a digest of this package; None if it was edited while this process ran."""
-    found = [compat.unchanged_digest(str(path)) for path in sorted(_PACKAGE.rglob("*.py"))]
-    return None if None in found else b"".join(filter(None, found))

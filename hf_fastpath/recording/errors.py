@@ -35,3 +35,7 @@ class OwnPadding(Unrecordable):
 
 class StandInRead(Unrecordable):
     """A call that reads the matrix of a weight of several tensors, which no matrix holds."""
+
+
+class NotData(Exception):
+    """Something of a recording that is no data, or data that is nothing of a recording."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,7 +12,9 @@ from .. import compat
 from ..decode.sources.step_source import StepSource
 from ..decode.state.python_state import Walk
 from ..decode.state.snapshot import walk_of
+from .kept_recordings import made_or_kept
 from .noted_code import NotedCode
+from .recorded_step import Recording
 from .skeleton import Skeleton
 
 
@@ -63,6 +68,22 @@ class LookedAt:
                 self._skeleton = Skeleton(self._module, code=self.code, quantized=quantized)
             self._is_new = True
         return self.skeleton
+
+    def recorded(self, make: Callable[..., Recording], *how: Any) -> Recording:
+        """Return a recording of the model as it is; it is made if no file holds it.
+
+        Args:
+            make: makes it of a skeleton, and of ``how``, which are numbers.
+
+        Raises:
+            Unrecordable: the model cannot be recorded.
+        """
+
+        def made() -> Recording:
+            return make(self.skeleton_as_now, *how)
+
+        what = f"{make.__name__} {how}"
+        return made_or_kept(self._module, self.code, what, made) if self._is_whole else made()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that the model and the names of its code hold."""

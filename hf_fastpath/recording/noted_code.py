@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..decode.state.named_walk import NamedWalk
 from ..decode.state.python_state import Walk
 from ..decode.state.snapshot import differences
 from ..decode.state.watch import Watch
+from .errors import NotData
 from .first_uses import FirstUses
 
 #: packages whose names are not looked up in code that reads names of them
@@ -34,12 +36,16 @@ class NotedCode:
     Attributes:
         first_uses: notes what code may fill when it runs first; or None.
         values: where a name is -> what it stood for when the code was first seen, frozen.
+        modules: names of the modules whose code ran, and the files with this code.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, types.CodeType] = {}
         self._noted: dict[int, set[str]] = {}  # id of a namespace -> names of it that are noted
         self._spaces: list[tuple[str, Mapping[str, Any], list[str]]] = []
+        self._owners: list[type | str] = []  # the class, or the name of the module, of each namespace
+        self.modules: set[tuple[str, str]] = set()
+        self._read_before: set[str] = set()  # names that code has read in the process that made a recording
         self._walk = Walk()
         self._watch: Watch | None = None
         self.first_uses: FirstUses | None = None
@@ -68,20 +74,22 @@ class NotedCode:
         if compat.is_elsewhere(code.co_filename) and compat.is_logging(frame):
             return
         self._seen[id(code)] = code
-        if not compat.is_elsewhere(code.co_filename):
+        if (ran := compat.module_of(frame)) is None:
             return
         try:
             space = frame.f_globals
+            self.modules.add(ran)
             if self.first_uses is not None:
                 self.first_uses.note(space.get("__name__", code.co_filename), space, space)
-            self._note(space.get("__name__", code.co_filename), space, code.co_names)
+            where = space.get("__name__", code.co_filename)
+            self._note(where, space, code.co_names)
             self._watch = None
         except Exception as error:  # an exception in here would end the noting
             self._error = error
 
     def _note(self, where: str, space: Mapping[str, Any], names: Iterable[str]) -> None:
         """Note what ``names`` of a namespace stand for, and what they stand for in modules and classes among these."""
-        for name in self._take(where, space, names):
+        for name in self._take(where, where, space, names):
             value = space[name]
             if isinstance(value, types.ModuleType):
                 if value.__name__.partition(".")[0] not in _LEFT_OUT:
@@ -89,13 +97,14 @@ class NotedCode:
             elif isinstance(value, type):
                 self._note_class(value, names)
 
-    def _take(self, where: str, space: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    def _take(self, where: str, owner: type | str, space: Mapping[str, Any], names: Iterable[str]) -> list[str]:
         """Freeze what ``names`` of a namespace stand for; return those that are new."""
         known = self._noted.setdefault(id(space), set())
         found = [name for name in names if name in space and name not in known]
         known.update(found)
         if found:
             self._spaces.append((where, space, found))
+            self._owners.append(owner)
             self._walk.names(where, space, found)
             if self.first_uses is not None:
                 self.first_uses.follow(self._walk)
@@ -107,7 +116,7 @@ class NotedCode:
             home = base.__module__.partition(".")[0]
             if home not in ("torch", "builtins", "hf_fastpath") and not issubclass(base, nn.Module):
                 own = (name for name in names if not name.startswith("__"))
-                self._take(f"{base.__module__}.{base.__qualname__}", vars(base), own)
+                self._take(f"{base.__module__}.{base.__qualname__}", base, vars(base), own)
 
     def asks_for_types(self) -> bool:
         """Whether code that is no package's may have asked whether something is an ``int``."""
@@ -152,9 +161,83 @@ class NotedCode:
         """
         if not places:
             return []
-        read = set().union(
-            *(compat.names_read(code) for code in self._seen.values() if compat.is_elsewhere(code.co_filename))
-        )
+        read = self._names_read()
         classes = {base for module in modules for base in type(module).__mro__ if base not in nn.Module.__mro__}
         written = set().union(*map(compat.names_written, classes)) - read - _OF_TORCH
         return [place for place in places if place.rpartition(".")[2] not in written]
+
+    def _names_read(self) -> set[str]:
+        theirs = (code for code in self._seen.values() if compat.is_elsewhere(code.co_filename))
+        return self._read_before.union(*map(compat.names_read, theirs))
+
+    # ---- what another process may know --------------------------------------------------------------------------
+
+    def names(self) -> list[tuple[str, str, list[str]]]:
+        """Return the names that code has read, with the module and the class that has them, "" for a module's own.
+
+        Raises:
+            NotData: a namespace is none that another process would find.
+        """
+        found = []
+        for (_, space, names), owner in zip(self._spaces, self._owners, strict=True):
+            place = (owner, "") if isinstance(owner, str) else (owner.__module__, owner.__qualname__)
+            if _space_of(*place) is None or (isinstance(owner, str) and _space_of(*place) is not space):
+                raise NotData(f"code ran in a namespace that is not {'.'.join(filter(None, place))}")
+            found.append((*place, names))
+        return found
+
+    @property
+    def read(self) -> list[str]:
+        """All names that code reads, attributes among them."""
+        return sorted(self._names_read())
+
+    def take_over(self, names: Iterable[tuple[str, str, list[str]]], read: Iterable[str], modules: Iterable) -> None:
+        """Know what another process has noted of the same code, as values are now.
+
+        Args:
+            names, read, modules: as :meth:`names`, :attr:`read` and :attr:`modules` gave them there.
+        """
+        for module, name, inside in names:
+            owner = _owner_of(module, name)
+            space = _space_of(module, name)
+            assert owner is not None and space is not None, "the names were found before"
+            self._take(f"{module}.{name}" if name else module, owner, space, inside)
+        self._read_before |= set(read)
+        self.modules |= set(map(tuple, modules))
+        self._watch = None
+
+
+def _owner_of(module: str, name: str) -> type | str | None:
+    """Return a class, or the name of a module that was imported; None if there is none."""
+    found = sys.modules.get(module)
+    if found is None or not name:
+        return None if found is None else module
+    for each in name.split("."):
+        found = getattr(found, each, None)
+    return found if isinstance(found, type) else None
+
+
+def _space_of(module: str, name: str) -> Mapping[str, Any] | None:
+    owner = _owner_of(module, name)
+    if owner is None:
+        return None
+    return vars(owner) if isinstance(owner, type) else vars(sys.modules[module])
+
+
+def digest_of_names(names: Iterable[tuple[str, str, list[str]]], model: nn.Module) -> str:
+    """Return a hash of what names of namespaces stand for.
+
+    Args:
+        names: as :meth:`NotedCode.names` gives them.
+        model: whose modules and tensors are known by their names.
+
+    Raises:
+        NotData: there is no such namespace, or another name in it.
+        Unnamed: another process could not tell.
+    """
+    walk = NamedWalk(model)
+    for module, name, inside in names:
+        if (space := _space_of(module, name)) is None or any(each not in space for each in inside):
+            raise NotData(f"names in {module} {name}")
+        walk.names(f"{module}.{name}", space, (each for each in inside if (module, each) not in compat.REGISTRIES))
+    return walk.digest()

@@ -102,8 +102,12 @@ def of_known_size(tensor: Any) -> Any:
     """Return a tensor without data whose sizes are plain numbers, in the place of one whose sizes stand for lengths."""
     if not isinstance(tensor, torch.Tensor) or not tensor._has_symbolic_sizes_strides:
         return tensor
-    sizes = [[_hint(each) for each in sizes] for sizes in (tensor.shape, tensor.stride())]
-    return torch.empty_strided(*sizes, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_strided(*sizes_of(tensor), dtype=tensor.dtype, device=tensor.device)
+
+
+def sizes_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return a tensor's sizes and strides as plain numbers, those of the recording where they stand for lengths."""
+    return [_hint(each) for each in tensor.shape], [_hint(each) for each in tensor.stride()]
 
 
 def _hint(size: Any) -> int:

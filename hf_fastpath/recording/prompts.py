@@ -161,7 +161,7 @@ class RecordedPrompts:
         if not compat.is_all_known(self._part.module):  # other code may read long prompts by other rules than tokens
             return False
         if self._rows is None:
-            made = whole_rows(self._looked_at.skeleton_as_now, self._count_like(0))
+            made = self._looked_at.recorded(whole_rows, self._count_like(0))
             if not all(map(_is_of_prompts, made.calls)):
                 return False
             last_rows(made)
@@ -211,6 +211,7 @@ class RecordedPrompts:
             return False
         return not past or all(window is None or length <= window for window in part.windows)
 
+    @compat.uncollected()
     def _proven(self, batch: int, begins: bool, count: int) -> Recording | None:
         """Return a further recording, and keep it; None if none was made that can be lowered and gives what the model's
         own forward gives."""
@@ -224,7 +225,7 @@ class RecordedPrompts:
             if tokens in [each.query_len for each in known]:
                 self._declined.discard(key)
                 return None
-            made = whole_prompt(self._looked_at.skeleton_as_now, batch, tokens, begins)
+            made = self._looked_at.recorded(whole_prompt, batch, tokens, begins)
             if not all(map(_is_of_prompts, made.calls)):
                 return None
             if made.served is None or not self._agrees(made, batch, begins):

@@ -105,7 +105,7 @@ class RecordedModel(WholeModel):
         key = batch, query_len
         if key not in self._recordings:
             try:
-                self._recordings[key] = whole_step(self._looked_at.skeleton_as_now, *key, self.lengths)
+                self._recordings[key] = self._looked_at.recorded(whole_step, *key, self.lengths)
             except compat.OUT_OF_MEMORY:
                 raise
             except Exception as error:  # which another try would raise again

@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import is_fake
 from ... import compat
 
 #: values that are what they are; a float is known by its text, which tells -0.0 from 0.0 and makes nan equal to nan
-_PLAIN = frozenset({type(None), bool, int, str, bytes, complex, type(...), slice, range})
-_ROWS = (list, tuple, set, frozenset, deque)
+PLAIN = frozenset({type(None), bool, int, str, bytes, complex, type(...), slice, range})
+ROWS = (list, tuple, set, frozenset, deque)
 #: kinds of values that are known by their identity, whatever they hold
 _LEAVES = (
     *(type, types.ModuleType, types.BuiltinFunctionType, types.GenericAlias, property, classmethod, staticmethod),
@@ -47,7 +47,7 @@ _DEEPEST = 100
 #: attributes of every module of which all but one are bookkeeping, and a mark that transformers leaves
 BOOKKEEPING = (frozenset(vars(nn.Module())) - {"training"}) | {compat.INITIALIZED}
 #: entries of a class that no code reads while it computes
-_OF_CLASSES = frozenset(
+OF_CLASSES = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __annotations__ __abstractmethods__ _abc_impl __orig_bases__ "
     "__parameters__ __type_params__ __firstlineno__ __static_attributes__ __annotate__ __annotate_func__ "
     "__annotations_cache__ __slotnames__".split()
@@ -187,7 +187,7 @@ class Walk:
         space = vars(module)
         held = [space[name] for name in ("_parameters", "_buffers")]
         tensors = [(name, self._of_module(tensor)) for each in held for name, tensor in each.items()]
-        children = [(name, id(child)) for name, child in space["_modules"].items()]
+        children = [(name, self._child(child)) for name, child in space["_modules"].items()]
         hooks = [self.frozen(hook) for hook in compat.hooks_with_effect(space)]
         self.values[f"{path} itself"] = type(module), tensors, children, hooks
         names = [name for name in space if not is_left_out(name)]
@@ -204,7 +204,7 @@ class Walk:
     def frozen(self, value: Any, where: str = "") -> Any:
         """Return what a value is, which stays as it is when the value is changed in place."""
         cls = type(value)
-        if cls in _PLAIN:
+        if cls in PLAIN:
             return cls, value
         if cls is float:
             return cls, repr(value)
@@ -215,26 +215,25 @@ class Walk:
             return self._frozen_tensor(value)
         if isinstance(value, nn.Module):
             self._meet(f"{where} ({cls.__name__})", value)
-            return "module", id(value)
+            return "module", self._child(value)
         if isinstance(value, type):
             self._meet_class(value)
         if isinstance(value, _LEAVES) or (
-            cls.__module__.partition(".")[0] in _PACKAGES and not isinstance(value, (*_ROWS, dict))
+            cls.__module__.partition(".")[0] in _PACKAGES and not isinstance(value, (*ROWS, dict))
         ):
-            self._kept.append(value)
-            return "is", id(value)
+            return self._identity(value)
         if (place := self._places.get(id(value))) is not None:
             return "again", place
         self._places[id(value)] = where, self._counts[where]
         self._counts[where] += 1
         self._kept.append(value)
         if self._depth == _DEEPEST:
-            return "is", id(value)
+            return self._identity(value)
         self._depth += 1
         try:
             return cls, self._contents(value, where)
         except Exception:  # of a property, or of ``__iter__``: anybody's class may raise
-            return "is", id(value)
+            return self._identity(value)
         finally:
             self._depth -= 1
 
@@ -248,9 +247,9 @@ class Walk:
         self._classes.add(cls)
         self.namespaces.append(vars(cls))
         for name, value in list(vars(cls).items()):
-            if name not in _OF_CLASSES:
+            if name not in OF_CLASSES:
                 where = f"{cls.__module__}.{cls.__qualname__}.{name}"
-                self.values[where] = ("is", id(value)) if by_identity else self.frozen(value, where)
+                self.values[where] = self._identity(value) if by_identity else self.frozen(value, where)
 
     def _contents(self, value: Any, where: str) -> Any:
         if not isinstance(value, types.FunctionType):
@@ -258,7 +257,7 @@ class Walk:
         if isinstance(value, types.MappingProxyType):
             self.namespaces.append(value)
             return [(name, self.frozen(each, where)) for name, each in value.items()]
-        if isinstance(value, (*_ROWS, dict)) and len(value) > _MANY and _is_plain(value):
+        if isinstance(value, (*ROWS, dict)) and len(value) > _MANY and _is_plain(value):
             copied = dict(value) if isinstance(value, dict) else list(value)
             self.many.append((value, copied))
             return copied
@@ -269,7 +268,7 @@ class Walk:
                 inside.append(("default_factory", self.frozen(value.default_factory, where)))
                 self.readers.append(lambda: [value.default_factory])
             return inside, self._attributes(value, where)
-        if isinstance(value, _ROWS):
+        if isinstance(value, ROWS):
             if not isinstance(value, (tuple, frozenset)):
                 self.rows.append(value)
             inside = [self.frozen(each, where) for each in value]
@@ -285,7 +284,20 @@ class Walk:
         if isinstance(value, bytearray):
             return self._frozen_numbers(value, functools.partial(bytes, value))
         found = self._attributes(value, where)
-        return ("is", id(value)) if found is None else found
+        return self._identity(value) if found is None else found
+
+    # ---- what is known by its identity --------------------------------------------------------------------------
+
+    def _identity(self, value: Any) -> Any:
+        self._kept.append(value)
+        return "is", id(value)
+
+    def _child(self, module: nn.Module | None) -> Any:
+        return id(module)
+
+    def _code(self, code: types.CodeType) -> Any:
+        self._kept.append(code)
+        return id(code)
 
     def _of_module(self, tensor: torch.Tensor | None) -> Any:
         if tensor is None:
@@ -306,7 +318,7 @@ class Walk:
         if own := [name for name in vars(value) if not is_left_out(name)]:
             self._get(vars(value), own)
             for name in own:
-                self.values[f"{id(value)}.{name}"] = self.frozen(vars(value)[name])
+                self.values[f"{self._identity(value)}.{name}"] = self.frozen(vars(value)[name])
         local = compat.local_tensor(value)
         address = 0 if is_fake(local) else local.data_ptr()
         return ("tensor", id(value), address, local.dtype, local.device, local.stride(), *local.shape)
@@ -321,12 +333,11 @@ class Walk:
                 self.cells.append(cell)
             except ValueError:  # nothing is in it yet
                 inside.append(None)
-        self._kept.append(code)
         attributes: Any = ()
         if "/transformers/" not in code.co_filename and compat.is_elsewhere(code.co_filename):
             self.dicts.append(vars(function))
             attributes = [(name, self.frozen(each, where)) for name, each in vars(function).items()]
-        return id(code), self.frozen(defaults, where), self.frozen(named, where), inside, attributes
+        return self._code(code), self.frozen(defaults, where), self.frozen(named, where), inside, attributes
 
     def _attributes(self, value: Any, where: str) -> Any:
         """Return the frozen attributes of an object; None if it has none of its own."""
@@ -378,4 +389,4 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 def _is_plain(container: Any) -> bool:
     values = chain(container, container.values()) if isinstance(container, dict) else container
-    return all(type(each) in _PLAIN or type(each) is float for each in values)
+    return all(type(each) in PLAIN or type(each) is float for each in values)

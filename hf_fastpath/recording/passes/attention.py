@@ -19,6 +19,7 @@ from .. import marks
 from ..lowering import takes_product
 from ..probing import agree, structure
 from ..recorded_step import Recording, read_by
+from .angle_formulas import AngleFormula, angle_formulas
 from .regions import Memory
 from .showing import alike, shown
 from .views import RESHAPES
@@ -67,7 +68,7 @@ def rotations(recording: Recording, model: nn.Module) -> None:
         made: list[Call] = []
         turned: tuple[Any, Any] = (None, None)
         if make_angles is not None:
-            place = tuple(each.index for each in tables), make_angles[0], pairs
+            place = tuple(each.index for each in tables), make_angles, pairs
             if place not in angles:
                 angles[place] = emit_angles(
                     recording, make_angles, tables, made, recording.fact(sources[0]).dtype, pairs
@@ -227,7 +228,7 @@ def _tried(
                 for factor in (None, *factors):
                     how = layout, angles, pairs, next(iter(eps), None), factor
                     if all(_is_turned(*one, *how, heads, kv_heads, dim) for one in found):
-                        used = () if angles is None else alike(found, angles[0])
+                        used = () if angles is None else alike(found, angles.tables)
                         again = shown(recording, model, at_positions, front, [q, k, v], used)
                         if again and all(_is_turned(*one, *how, heads, kv_heads, dim) for one in again):
                             return how
@@ -246,7 +247,7 @@ def _is_turned(values, tables, out, layout, angles, pairs, eps, factor, heads, k
         q, k = (nn.functional.rms_norm(each, (dim,), None, eps) for each in (q, k))
     if angles is not None:
         try:
-            cos, sin = (each.reshape(-1, query_len, each.shape[-1]) for each in angles[1](tables, pairs))
+            cos, sin = (each.reshape(-1, query_len, each.shape[-1]) for each in angles(tables, pairs))
         except (RuntimeError, ValueError):
             return False
         if cos.shape[0] not in (1, batch) or cos.shape != sin.shape or cos.shape[-1] > dim or cos.shape[-1] % 2:
@@ -257,68 +258,18 @@ def _is_turned(values, tables, out, layout, angles, pairs, eps, factor, heads, k
     return all(agree(one, other.transpose(1, 2)) for one, other in zip(out, (q, k, v)))
 
 
-_Formula = tuple[tuple, Callable[..., Any]]
-
-
-#: what a table holds of the elements that turn together: both, one, or both in an order where one would do
-_AS_IT_IS, _ONE, _FIRST_HALF = "both", "one", "first half"
-
-
-def _spread(table: torch.Tensor, pairs: str, holds: str) -> torch.Tensor:
-    """Return the angles of both elements that turn together."""
-    if holds == _AS_IT_IS:
-        return table
-    if holds == _FIRST_HALF:
-        table = table[..., : table.shape[-1] // 2]
-    return torch.cat((table, table), dim=-1) if pairs == "halves" else table.repeat_interleave(2, dim=-1)
-
-
-def angle_formulas(tables: list[torch.Tensor], dim: int) -> Iterator[_Formula]:
-    """Yield ways to get cos and sin of all elements that turn from what a model has computed of its positions."""
-    for holds in (_AS_IT_IS, _ONE, _FIRST_HALF):
-        for one in range(len(tables)):
-            if tables[one].is_complex():
-                yield ("complex", one, holds), _from_complex(one, holds)
-            elif tables[one].shape[-1:] and tables[one].shape[-1] % 2 == 0:
-                yield ("sincos", one, holds), _from_halves(one, (1, 0), holds)
-                yield ("cossin", one, holds), _from_halves(one, (0, 1), holds)
-            for other in range(len(tables)):
-                if one != other:
-                    yield ("pair", one, other, holds), _from_pair(one, other, holds)
-
-
-def _from_pair(one, other, holds):
-    def angles(tables, pairs):
-        found = tables[one], tables[other]
-        return tuple(_spread(each, pairs, holds) for each in found)
-
-    return angles
-
-
-def _from_halves(one, order, holds):
-    def angles(tables, pairs):
-        halves = tables[one].chunk(2, dim=-1)
-        found = [halves[each] for each in order]
-        return tuple(_spread(each, pairs, holds) for each in found)
-
-    return angles
-
-
-def _from_complex(one, holds):
-    def angles(tables, pairs):
-        found = tables[one].real, tables[one].imag
-        return tuple(_spread(each, pairs, holds) for each in found)
-
-    return angles
-
-
 def emit_angles(
-    recording: Recording, formula: _Formula, tables: list[Register], made: list[Call], dtype: torch.dtype, pairs: str
+    recording: Recording,
+    formula: AngleFormula,
+    tables: list[Register],
+    made: list[Call],
+    dtype: torch.dtype,
+    pairs: str,
 ) -> tuple[Register, Register]:
     """Return calls that give cos and sin, [batch or 1, query_len, rotary_dim]."""
     shape = (recording.batch, recording.query_len)
     like = recording.fact(tables[0]).new_empty(*shape, 1)
-    given = {"tables": list(tables), "formula": formula[1], "dtype": dtype, "pairs": pairs}
+    given = {"tables": list(tables), "formula": formula, "dtype": dtype, "pairs": pairs}
     both = Call(marks.angles, given, recording.register(like))
     made.append(both)
     registers = []

@@ -13,7 +13,8 @@ from ...decode.lower import composed
 from .. import marks
 from ..probing import agree
 from ..recorded_step import Recording
-from .attention import angle_formulas, emit_angles, fronts
+from .angle_formulas import angle_formulas
+from .attention import emit_angles, fronts
 from .showing import alike, shown
 
 _aten = torch.ops.aten
@@ -30,7 +31,7 @@ def latent_rotations(recording: Recording, model: nn.Module) -> None:
         recording, model, marks.latent_attend, _tried
     ):
         made: list[Call] = []
-        place = tuple(each.index for each in tables), formula[0], rotation
+        place = tuple(each.index for each in tables), formula, rotation
         if place not in angles:
             dtype = recording.fact(sources[0]).dtype
             angles[place] = emit_angles(recording, formula, tables, made, dtype, _WAYS[rotation])
@@ -67,9 +68,9 @@ def _tried(recording: Recording, model: nn.Module, at_positions: set[int], front
         return None
     for rotation, pairs in _WAYS.items():
         for formula in angle_formulas(found[0][1], rope):
-            how = formula[1], pairs, rotation
+            how = formula, pairs, rotation
             if all(_is_turned(*each, *how) for each in found):
-                again = shown(recording, model, at_positions, front, outputs, alike(found, formula[0]))
+                again = shown(recording, model, at_positions, front, outputs, alike(found, formula.tables))
                 return (formula, rotation) if again and all(_is_turned(*each, *how) for each in again) else None
     return None
 
