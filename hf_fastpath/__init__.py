@@ -31,6 +31,7 @@ _PUBLIC = {
     "verify": "check.verification",
     "compare_formats": "check.quality",
     "profile": "profiling.profiler",
+    "save_plan": "patching.saved_plan",
     "save_packed": "packed_files.saving",
     "load_packed": "packed_files.loading",
     "FastpathCache": "cache.fastpath_cache",

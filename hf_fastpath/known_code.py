@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import stat
 import sys
@@ -21,20 +22,19 @@ from .native import build_cache, loader
 _PACKAGE = Path(__file__).resolve().parent
 
 
-def versions() -> list[str]:
-    """Return the versions of Python and of the libraries that forwards and recordings are made with."""
-    return [transformers_version(), transformers.__version__, torch.__version__, sympy.__version__, sys.version]
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that forwards and recordings are made with, by name."""
+    found = {each.__name__: str(each.__version__) for each in (transformers, torch, sympy)}
+    return {"Python": sys.version, **found, "transformers as installed": str(transformers_version())}
 
 
-def surroundings(device: torch.device) -> list:
-    """Return versions, the device with its kernels, and the passes that are switched off."""
-    return [versions(), _description(device), sorted(switched_off())]
-
-
-def _description(device: torch.device) -> list[str]:
+def surroundings(device: torch.device) -> dict[str, str]:
+    """Return versions, the device with its kernels, and the passes that are switched off, by name."""
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
-    return [device.type, name, (loader.description(device.type) or {}).get("sha256", "")]
+    kernels = (loader.description(device.type) or {}).get("sha256", "")
+    others = {"the device": f"{device.type}, {name}", "the kernels": kernels}
+    return versions() | others | {"HF_FASTPATH_PASSES": ",".join(sorted(switched_off()))}
 
 
 def is_lasting() -> bool:
@@ -63,14 +63,15 @@ def modules_of(model: nn.Module) -> list[str]:
     return [*compat.CORE_MODULES, *sorted(name for name in found if name.partition(".")[0] != "torch")]
 
 
-def digest_of_classes(model: nn.Module) -> bytes | None:
-    """Return a digest of this package, and of the Python modules with code of a model's classes, as they run in this
-    process; None if a later process may have other code under the same names."""
+def code_of(model: nn.Module) -> dict[str, str] | None:
+    """Return digests of this package, and of the Python modules with code of a model's classes, as they run in this
+    process, by name; None if a later process may have other code under the same names."""
     ours = own_code()
     found = {name: compat.module_digest(name) for name in modules_of(model)}
     if ours is None or not is_lasting() or None in found.values():
         return None
-    return ours + b"".join(name.encode() + (digest or b"") for name, digest in found.items())
+    code = {name: digest.hex() for name, digest in found.items() if digest is not None}
+    return code | {"hf_fastpath": hashlib.sha256(ours).hexdigest()}
 
 
 def write_note(path: Path, text: str) -> None:

@@ -29,7 +29,7 @@ from torch import nn
 
 from .architecture import Architecture, architectures
 from .errors import UnsupportedModelError
-from .known_code import classes_of, digest_of_classes, read_note, versions, write_note
+from .known_code import classes_of, code_of, read_note, versions, write_note
 from .native import build_cache
 from .native.toolchain import BuildError
 
@@ -67,12 +67,10 @@ def known_for(model: nn.Module, listed: tuple[Architecture, ...]) -> tuple[Archi
     """Return ``listed``; or the model's own architecture if it has none of their classes and is a twin of one."""
     if any(architecture.part_of(module) for module in model.modules() for architecture in listed):
         return listed
-    digest = digest_of_classes(model)
-    path = None
-    like: str | None = None
-    if digest is not None:
+    path, like = None, None
+    if (code := code_of(model)) is not None:
         names = [f"{each.__module__}.{each.__qualname__}" for each in classes_of(model)]
-        key = hashlib.sha256(json.dumps([versions(), names]).encode() + digest).hexdigest()[:32]
+        key = hashlib.sha256(json.dumps([versions(), names, code]).encode()).hexdigest()[:32]
         with suppress(BuildError):
             path = build_cache.root() / build_cache.FAMILIES / key
     if path is not None:

@@ -273,8 +273,13 @@ def text_head(model: Any) -> nn.Module | None:
 FORWARD_NOTES = frozenset(
     {"rope_deltas", "_output_capturing_hooks_installed", "input_dtype", "expert_capacity", "_uses_cfg"}
 )
-#: names of modules that stand for what was imported so far, and for nothing that is computed
-REGISTRIES = frozenset({("transformers.utils.generic", "_registered_model_output_types")})
+#: names of modules that stand for what was imported and made so far, and for nothing that is computed
+REGISTRIES = frozenset(
+    {
+        ("transformers.utils.generic", "_registered_model_output_types"),
+        ("transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY"),
+    }
+)
 #: attribute of a module that says that its weights were initialized or loaded
 INITIALIZED = "_is_hf_initialized"
 #: attribute of a model that holds the defaults of its ``generate()``

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from ..options import HEADS, MAX_BATCH, Options
 from ..progress import announced
 from ..reasons import explained, named
 from ..recording.family import Recorded
+from ..recording.kept_recordings import taking_from
 from ..replacing.model_methods import methods
 from ..replacing.quantizing import free_originals
 from ..replacing.repacking import repack_checkpoint
@@ -28,6 +30,7 @@ from .coverage import check_coverage, check_kernels, check_whole
 from .families import DescribedOrRecorded
 from .over_ranks import check_done, check_options, check_transformers, on_all_ranks, undone_on_all_ranks
 from .reporting import Report
+from .saved_plan import read_plan, tell
 from .state import PatchState, patched_model, state_of
 
 
@@ -45,6 +48,7 @@ def patch(
     page_size: int | None = None,
     prefix_cache: int | str | None = None,
     share_steps: bool = False,
+    plan: str | os.PathLike | None = None,
 ) -> nn.Module:
     """Speed up ``model`` in place: its modules' forwards, its KV cache and its ``generate()`` loop.
 
@@ -73,6 +77,8 @@ def patch(
             earlier text did is read from there on. With None, nothing is kept of a call.
         share_steps: calls of ``generate()`` that run at once, in several threads, share steps of a model on a CPU (see
             ``batch``). A call that runs alone is as it is without.
+        plan: a directory that ``save_plan()`` has written: recorded steps are taken from there. If code, versions or
+            values of the model differ, there is a warning that names them, and the steps are recorded.
 
     Returns:
         The same model.
@@ -94,7 +100,11 @@ def patch(
             *(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original),
             *(page_size, prefix_cache, share_steps),
         )
-        return patch_with(model, options, quiet)
+        saved = read_plan(plan)
+        with taking_from(saved):
+            patch_with(model, options, quiet)
+        tell(saved)
+        return model
 
 
 def patch_with(

@@ -121,7 +121,7 @@ def key_of(twin: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     config = {name: value for name, value in twin.config.to_dict().items() if name != "_name_or_path"}
     sizes = {name: list(each.shape) for name, each in twin.named_parameters()}
     chosen = [getattr(twin.config, f"_{seam}_implementation", None) for seam in ("attn", "experts")]
-    known = [config, sizes, chosen, str(dtype), *surroundings(device)]
+    known = [config, sizes, chosen, str(dtype), surroundings(device)]
     digest = hashlib.sha256(json.dumps(known, default=str).encode())
     digest.update(own_code() or b"")
     for name in modules_of(twin):

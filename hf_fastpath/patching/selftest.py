@@ -17,6 +17,7 @@ from ..parity.draws import different_draws
 from ..reasons import REASONS
 from ..recording import proof
 from ..recording.family import Recorded
+from ..recording.kept_recordings import of_patch
 from . import passed_twins
 from .analyse import analyse
 from .apply import apply, claim, keep_recording, undo
@@ -52,7 +53,10 @@ def check(plan: PatchPlan) -> None:
     Raises:
         UnsupportedModelError: the twin does not decode as stock does.
     """
-    model = plan.model
+    model, saved = plan.model, of_patch()
+    if plan.recorded is not None and saved is not None and saved.is_taken:  # its twin has passed
+        plan.recorded.twins_difference = saved.difference
+        return
     difference, of_logits = run(model, plan.recorded)
     if plan.ranks is not None:
         difference = plan.ranks.agreed(difference)

@@ -1,9 +1,10 @@
-"""Recordings that files in the cache folder hold, so that a later process need not make them.
+"""Recordings that files hold, so that a later process need not make them.
 
-``<root>/recordings/<key>`` is a recording as data (:mod:`.recording_as_data`). The key is a hash of all that is known
-before code runs: versions, the device, this package's code, the code of the model's classes, and every Python value
-that the model holds (:class:`.named_walk.NamedWalk`). The file says which modules' code ran besides, with a digest of
-each, and what the names stood for that this code reads. Where any of it is another one, the step is recorded.
+``<cache folder>/recordings/<key>`` is a recording as data (:mod:`.recording_as_data`). The key is a hash of all that is
+known before code runs, its facts: versions, the device, this package's code, the code of the model's classes, and every
+Python value that the model holds (:class:`.named_walk.NamedWalk`). The file says which modules' code ran besides, with
+a digest of each, and what the names stood for that this code reads. Where any of it is another one, the step is
+recorded. A folder that ``save_plan()`` has written holds the same of all recordings of one model, with its facts.
 """
 
 from __future__ import annotations
@@ -24,24 +25,28 @@ from torch import nn
 from .. import compat, switches
 from ..decode.calls.pass_dump import DUMP
 from ..decode.state.named_walk import NamedWalk, Unnamed
-from ..known_code import digest_of_classes, read_note, surroundings, write_note
+from ..known_code import code_of, read_note, surroundings, write_note
 from ..native import build_cache
 from ..native.toolchain import BuildError
 from .errors import NotData
-from .noted_code import NotedCode, digest_of_names
+from .noted_code import NotedCode, digests_of_names
 from .recorded_step import Recording
 from .recording_as_data import to_data
 from .recording_from_data import from_data
 
 #: most bytes of a file
 _MOST_BYTES = 1 << 26
-_logger = logging.getLogger("hf_fastpath")
+#: names that a message has at most
+_SHOWN = 4
 #: characters of a key
 _LETTERS = 32
+#: what the values of a model are called among the facts
+_VALUES = "values that the model holds"
+_logger = logging.getLogger("hf_fastpath")
 #: True while recordings are made in any case
 _are_made: ContextVar[bool] = ContextVar("recordings_are_made", default=False)
 #: whatever is wrong with a file or the folder, a step can be recorded
-_ERRORS = BuildError, NotData, Unnamed, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+ERRORS = (*(BuildError, NotData, Unnamed, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),)
 
 
 @contextmanager
@@ -54,32 +59,94 @@ def made_anew() -> Iterator[None]:
         _are_made.reset(token)
 
 
-def made_or_kept(model: nn.Module, code: NotedCode, what: str, make: Callable[[], Recording]) -> Recording:
-    """Return a recording from the cache folder, or make one and keep it there.
+class Saved:
+    """A plan that ``save_plan()`` has written.
+
+    Attributes:
+        path: the file.
+        facts: what was known of the model before code ran, by name.
+        recordings: name of a recording -> what files of recordings hold.
+        difference: what a small twin of the model showed, see :mod:`.proof`.
+        is_taken: whether a recording of it was taken.
+        others: what differs now, or None.
+    """
+
+    def __init__(self, path: Path, data: dict[str, Any]):
+        self.path, self.facts, self.recordings = path, dict(data["facts"]), dict(data["recordings"])
+        self.difference = float(data["difference"])
+        self.is_taken, self.others = False, ""
+
+    def find(self, what: str, facts: dict[str, str], model: nn.Module, code: NotedCode) -> Recording | None:
+        """Return a recording, or None; :attr:`others` says why it is none of the model as it is."""
+        if what not in self.recordings:
+            return None
+        try:
+            if others := differing(self.facts, facts):
+                raise NotData(others)
+            made = _read(self.recordings[what], model, code)
+        except ERRORS as error:
+            self.others = self.others or str(error)
+            return None
+        self.is_taken = True
+        return made
+
+
+#: the plan that the ``patch()`` that runs was given
+_given: ContextVar[Saved | None] = ContextVar("plan_of_patch", default=None)
+
+
+@contextmanager
+def taking_from(saved: Saved | None) -> Iterator[None]:
+    """Let models that are looked at in a ``with`` block take recordings of a plan."""
+    token = _given.set(saved)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def of_patch() -> Saved | None:
+    """Return the plan that the ``patch()`` that runs was given, or None."""
+    return None if _are_made.get() else _given.get()
+
+
+def made_or_kept(
+    model: nn.Module, code: NotedCode, what: str, make: Callable[[], Recording], saved: Saved | None = None
+) -> Recording:
+    """Return a recording from a file, or make one and keep it in the cache folder.
 
     Args:
         model: whose step it is, as it is now.
         code: what has run of the model's code.
         what: the recording's name among those of the model.
         make: makes the recording, and notes in ``code`` what runs.
+        saved: a plan that may have the recording.
 
     Raises:
         Unrecordable: the model cannot be recorded.
     """
     if _are_made.get() or switches.text(DUMP):  # to be tried, or for their passes to be seen
         return make()
-    key = None
+    path = None
     try:
         with compat.uncollected():  # a collection takes as long as all else
-            key = _key_of(model, what)
-            return _find(key, model, code)
-    except _ERRORS as error:
+            facts = facts_of(model)
+            if saved is not None and (found := saved.find(what, facts, model, code)) is not None:
+                return found
+            key = hashlib.sha256(json.dumps([what, facts]).encode()).hexdigest()[:_LETTERS]
+            path = build_cache.root() / build_cache.RECORDINGS / key
+            found = _read(json.loads(read_note(path, _MOST_BYTES)), model, code)
+            build_cache.used(path)
+            return found
+    except ERRORS as error:
         _tell(what, error)
+        if saved is not None and what in saved.recordings:
+            saved.others = saved.others or str(error)
     made = make()
-    if key is not None:
+    if path is not None:
         try:
-            _keep(key, model, code, made)
-        except _ERRORS as error:
+            write_note(path, json.dumps(written(model, code, made)))
+        except ERRORS as error:
             _tell(what, error)
     return made
 
@@ -89,13 +156,13 @@ def _tell(what: str, error: Exception) -> None:
         _logger.debug("%s: no file in the cache folder serves: %s", what, error)
 
 
-def _key_of(model: nn.Module, what: str) -> str:
-    """Return the key of a recording.
+def facts_of(model: nn.Module) -> dict[str, str]:
+    """Return all that is known of a recording before code runs, by name.
 
     Raises:
-        NotData: another process cannot tell whether its model is the same.
+        NotData, Unnamed: another process cannot tell whether its model is the same.
     """
-    if (of_code := digest_of_classes(model)) is None:
+    if (code := code_of(model)) is None:
         raise NotData("code of the model's classes or of this package may be another one in a later process")
     if (mode := compat.foreign_mode() or compat.replaced_function(model)) is not None:
         raise NotData(f"{mode} takes part")
@@ -104,39 +171,38 @@ def _key_of(model: nn.Module, what: str) -> str:
     walk.classes()
     walk.functions_of(walk.configs())
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    known = [what, walk.digest(), str(torch.get_default_dtype()), *surroundings(device)]
-    return hashlib.sha256(json.dumps(known).encode() + of_code).hexdigest()[:_LETTERS]
+    held = {_VALUES: walk.digest(), "the default dtype": str(torch.get_default_dtype())}
+    return surroundings(device) | code | held
 
 
-def _path(key: str) -> Path:
-    return build_cache.root() / build_cache.RECORDINGS / key
+def differing(one: dict[str, str], other: dict[str, str]) -> str:
+    """Return the first few names for which two dicts hold other values."""
+    found = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    more = len(found) - _SHOWN
+    return ", ".join(found[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _find(key: str, model: nn.Module, code: NotedCode) -> Recording:
-    """Return the recording of a file.
+def _read(data: dict[str, Any], model: nn.Module, code: NotedCode) -> Recording:
+    """Return the recording that :func:`written` was given.
 
     Raises:
-        OSError: there is no file that may be read.
-        NotData: other code would run now, or the file holds no recording.
+        NotData: other code would run now, or it is no such data.
     """
-    data = json.loads(read_note(_path(key), _MOST_BYTES))
     for name, (_, digest) in data["modules"].items():
         if digest != _digest_of(name):
-            raise NotData(f"{name} is another one")
-    if data["values"] != digest_of_names(data["names"], model):
-        raise NotData("names stand for other values")
+            raise NotData(name)
+    if others := differing(data["values"], digests_of_names(data["names"], model)):
+        raise NotData(others)
     made = from_data(data["recording"], model)
     code.take_over(data["names"], data["read"], [(name, file) for name, (file, _) in data["modules"].items()])
-    build_cache.used(_path(key))
     return made
 
 
-def _keep(key: str, model: nn.Module, code: NotedCode, recording: Recording) -> None:
-    """Write a recording to its file.
+def written(model: nn.Module, code: NotedCode, recording: Recording) -> dict[str, Any]:
+    """Return a recording, and what it depends on beside the facts, as data.
 
     Raises:
-        NotData: it is no data, or code has run that a later process may have otherwise.
-        OSError, BuildError: the folder cannot be written.
+        NotData, Unnamed: it is no data, or code has run that a later process may have otherwise.
     """
     modules: dict[str, Any] = {}
     for name, file in sorted(code.modules):
@@ -144,11 +210,10 @@ def _keep(key: str, model: nn.Module, code: NotedCode, recording: Recording) -> 
             raise NotData(f"code of {name} ran that is in no file, or in one that has changed")
         modules[name] = file, digest
     names = code.names()
-    values = digest_of_names(names, model)
+    values = digests_of_names(names, model)
     if not code.holds():
         raise NotData("names stand for other values than when the code ran")
-    data = dict(modules=modules, names=names, values=values, read=code.read, recording=to_data(recording, model))
-    write_note(_path(key), json.dumps(data))
+    return dict(modules=modules, names=names, values=values, read=code.read, recording=to_data(recording, model))
 
 
 def _digest_of(name: str) -> str | None:

@@ -12,7 +12,7 @@ from .. import compat
 from ..decode.sources.step_source import StepSource
 from ..decode.state.python_state import Walk
 from ..decode.state.snapshot import walk_of
-from .kept_recordings import made_or_kept
+from .kept_recordings import made_or_kept, of_patch
 from .noted_code import NotedCode
 from .recorded_step import Recording
 from .skeleton import Skeleton
@@ -28,6 +28,8 @@ class LookedAt:
         code: what has run of the model's code.
         held: all Python values of the model, at the time of :meth:`look`; None before.
         adapters: the active adapters of its layers then.
+        recordings: all that were made or found of the whole model, by their names.
+        saved: the plan that ``patch()`` was given, or None.
     """
 
     def __init__(self, module: nn.Module):
@@ -35,6 +37,8 @@ class LookedAt:
         self.code = NotedCode()
         self.held: Walk | None = None
         self.adapters: dict[str, compat.ActiveAdapters] = {}
+        self.recordings: dict[str, Recording] = {}
+        self.saved = of_patch()
         self._skeleton: Skeleton | None = None
         self._is_new, self._is_whole = True, False
 
@@ -82,8 +86,12 @@ class LookedAt:
         def made() -> Recording:
             return make(self.skeleton_as_now, *how)
 
+        if not self._is_whole:
+            return made()
         what = f"{make.__name__} {how}"
-        return made_or_kept(self._module, self.code, what, made) if self._is_whole else made()
+        found = made_or_kept(self._module, self.code, what, made, self.saved)
+        self.recordings[what] = found
+        return found
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that the model and the names of its code hold."""

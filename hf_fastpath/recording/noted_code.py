@@ -224,8 +224,8 @@ def _space_of(module: str, name: str) -> Mapping[str, Any] | None:
     return vars(owner) if isinstance(owner, type) else vars(sys.modules[module])
 
 
-def digest_of_names(names: Iterable[tuple[str, str, list[str]]], model: nn.Module) -> str:
-    """Return a hash of what names of namespaces stand for.
+def digests_of_names(names: Iterable[tuple[str, str, list[str]]], model: nn.Module) -> dict[str, str]:
+    """Return where a name is -> a hash of what it stands for.
 
     Args:
         names: as :meth:`NotedCode.names` gives them.
@@ -237,7 +237,9 @@ def digest_of_names(names: Iterable[tuple[str, str, list[str]]], model: nn.Modul
     """
     walk = NamedWalk(model)
     for module, name, inside in names:
-        if (space := _space_of(module, name)) is None or any(each not in space for each in inside):
-            raise NotData(f"names in {module} {name}")
-        walk.names(f"{module}.{name}", space, (each for each in inside if (module, each) not in compat.REGISTRIES))
-    return walk.digest()
+        where, space = ".".join(filter(None, (module, name))), _space_of(module, name)
+        absent = inside if space is None else [each for each in inside if each not in space]
+        if space is None or absent:
+            raise NotData(f"{where} has no {', '.join(absent)}")
+        walk.names(where, space, (each for each in inside if (module, each) not in compat.REGISTRIES))
+    return walk.digests()

@@ -92,9 +92,9 @@ class RecordedModel(WholeModel):
         self._looked_at.age()
 
     adopt = adopt
-    #: a walk through the model's Python values when the part was made
-    held = property(lambda self: self._looked_at.held)
+    held = property(lambda self: self._looked_at.held)  # a walk through Python values when the part was made
     code = property(lambda self: self._looked_at.code)
+    recorded = property(lambda self: self._looked_at.recordings)
 
     def recording(self, batch: int, query_len: int) -> Recording:
         """Return the step of ``query_len`` new tokens for each of ``batch`` sequences, after all passes.

@@ -21,7 +21,7 @@ from transformers.integrations import sdpa_attention
 from transformers.models.llama import modeling_llama
 
 import hf_fastpath
-from hf_fastpath import compat
+from hf_fastpath import compat, known_code
 from hf_fastpath.native import build_cache, loader
 from hf_fastpath.patching import passed_twins, selftest
 
@@ -123,7 +123,7 @@ def test_a_file_that_was_edited_behind_its_import_is_not_kept(helped, another_pr
 def test_code_that_another_process_may_not_have_is_not_kept(why, helped, another_process, monkeypatch):
     model = helped()
     if why == "development":
-        monkeypatch.setattr(passed_twins.transformers, "__version__", "5.99.0.dev0")
+        monkeypatch.setattr(known_code.transformers, "__version__", "5.99.0.dev0")
     elif why == "__main__":
         monkeypatch.setattr(type(model), "__module__", "__main__")
     elif why == "memory":
@@ -257,9 +257,9 @@ def test_what_a_key_is_made_of(monkeypatch):
     changed(model.config, "_attn_implementation", "eager")
     changed(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
     changed(modeling_llama.LlamaMLP, "forward", lambda self, x: x + 1)
-    changed(passed_twins, "transformers_version", lambda: "99.0")
+    changed(known_code, "transformers_version", lambda: "99.0")
     changed(torch, "__version__", "99.0")
-    changed(passed_twins, "_own_code", lambda: b"other")
+    changed(passed_twins, "own_code", lambda: b"other")
     changed(sdpa_attention, "repeat_kv", lambda states, groups: states)
     changed(compat.imported, "_file_of", lambda name, path: compat.imported._File(path.encode()))
     changed(loader, "_status", loader._status | {"cpu": loader._without("cpu", "HF_FASTPATH_NATIVE=0")})

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -332,3 +333,74 @@ def test_calls_of_others_are_refused():
     with pytest.raises(NotData, match="no_such"):
         from_data(data, model)
     assert kept_recordings._MOST_BYTES > 1 << 20
+
+
+# ---- plans that are saved -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(tmp_path, folder, made):
+    """Return a directory with the plan of a model, and another model with the same weights; the cache is empty."""
+    one, other = twice("glm4")
+    patched_texts(one)
+    hf_fastpath.save_plan(one, tmp_path / "plan")
+    shutil.rmtree(folder)
+    made.clear()
+    return tmp_path / "plan", other
+
+
+def test_a_saved_plan_is_taken_and_no_twin_is_tried(plan, made, monkeypatch):
+    directory, model = plan
+    monkeypatch.setattr(selftest, "run", lambda *given: pytest.fail("tried a twin"))
+    stock = texts(model)
+    hf_fastpath.patch(model, plan=directory)
+    assert same(texts(model), stock) and not made
+
+
+def test_a_plan_of_another_model_says_what_differs(plan, made, caplog):
+    directory, model = plan
+    other_eps(model)
+    stock = texts(model)
+    with caplog.at_level(logging.WARNING, "hf_fastpath"):
+        hf_fastpath.patch(model, plan=directory)
+    assert same(texts(model), stock) and "whole_step" in made
+    assert "recorded anew; other than in the plan are: values that the model holds" in caplog.text
+
+
+def test_a_plan_of_other_code_says_which(plan, made, monkeypatch, caplog):
+    from transformers.models.glm4 import modeling_glm4
+
+    directory, model = plan
+    monkeypatch.setattr(modeling_glm4, "rotate_half", lambda x: -x)
+    with caplog.at_level(logging.WARNING, "hf_fastpath"):
+        hf_fastpath.patch(model, plan=directory)
+    assert made and "other than in the plan are: transformers.models.glm4.modeling_glm4" in caplog.text
+
+
+def test_plans_that_are_none_are_refused(tmp_path):
+    model = small_model("glm4")
+    with pytest.raises(ValueError, match=r"hf_fastpath_plan.json is not there; save_plan\(\) writes it"):
+        hf_fastpath.patch(model, plan=tmp_path)
+    (tmp_path / "hf_fastpath_plan.json").write_text('{"version": 7}')
+    with pytest.raises(ValueError, match="cannot be read: of version 7, expected 1"):
+        hf_fastpath.patch(model, plan=tmp_path)
+    with pytest.raises(ValueError, match=r"not patched: patch\(model\) first"):
+        hf_fastpath.save_plan(model, tmp_path)
+
+
+def test_a_listed_family_has_an_empty_plan(tmp_path):
+    model = small_model("llama")
+    stock = texts(model)
+    hf_fastpath.patch(model)
+    hf_fastpath.save_plan(model, tmp_path / "plan")
+    hf_fastpath.unpatch(model)
+    hf_fastpath.patch(model, plan=str(tmp_path / "plan"))
+    assert same(texts(model), stock)
+
+
+def test_a_model_that_no_other_process_could_compare_has_no_plan(tmp_path):
+    model = small_model("glm4")
+    model.model.layers[0].mlp.mine = decimal.Context()
+    hf_fastpath.patch(model)
+    with pytest.raises(ValueError, match="cannot write the steps of Glm4ForCausalLM: a value of decimal.Context"):
+        hf_fastpath.save_plan(model, tmp_path)

@@ -23,6 +23,8 @@ from .python_state import OF_CLASSES, PLAIN, ROWS, Walk
 
 #: plain tensors of more bytes have no name of their own
 _MOST_BYTES = 1 << 16
+#: characters of a hash of one of many values
+_SHORT = 16
 #: objects that nothing is computed with
 _BOOKKEEPING = (type(threading.Lock()), type(threading.RLock()), weakref.ref, weakref.WeakSet, threading.local)
 #: decorators whose objects hold nothing but the mode that was there before
@@ -66,9 +68,21 @@ class NamedWalk(Walk):
         Raises:
             Unnamed: one has no name that is the same in every process.
         """
+        self._check()
+        return _hash(self.values)
+
+    def digests(self) -> dict[str, str]:
+        """Return where each value is -> a hash of it.
+
+        Raises:
+            Unnamed: see :meth:`digest`.
+        """
+        self._check()
+        return {where: _hash(value)[:_SHORT] for where, value in self.values.items()}
+
+    def _check(self) -> None:
         if self.unnamed is not None:
             raise Unnamed(self.unnamed)
-        return hashlib.sha256(repr(self.values).encode(errors="surrogatepass")).hexdigest()
 
     def functions_of(self, configs: Iterable[Any]) -> None:
         """Freeze the functions that configurations of the model choose."""
@@ -130,6 +144,10 @@ class NamedWalk(Walk):
         else:
             self.unnamed = self.unnamed or f"a tensor of {value.nbytes} bytes that is no parameter and no buffer"
         return "unnamed"
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode(errors="surrogatepass")).hexdigest()
 
 
 def _entry(value: Any) -> Any:
