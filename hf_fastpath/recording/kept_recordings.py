@@ -1,10 +1,11 @@
 """Recordings that files hold, so that a later process need not make them.
 
-``<cache folder>/recordings/<key>`` is a recording as data (:mod:`.recording_as_data`). The key is a hash of all that is
-known before code runs, its facts: versions, the device, this package's code, the code of the model's classes, and every
-Python value that the model holds (:class:`.named_walk.NamedWalk`). The file says which modules' code ran besides, with
-a digest of each, and what the names stood for that this code reads. Where any of it is another one, the step is
-recorded. A folder that ``save_plan()`` has written holds the same of all recordings of one model, with its facts.
+``<cache folder>/recordings/<key>`` is a recording as data (:mod:`.recording_as_data`), or says why a model could not be
+recorded. The key is a hash of all that is known before code runs, its facts: versions, the device, this package's code,
+the code of the model's classes, and every Python value that the model holds (:class:`.named_walk.NamedWalk`). The file
+says which modules' code ran besides, with a digest of each, and what the names stood for that this code reads. Where
+any of it is another one, the step is recorded. A folder that ``save_plan()`` has written holds the same of all
+recordings of one model, with its facts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..decode.state.named_walk import NamedWalk, Unnamed
 from ..known_code import code_of, read_note, surroundings, write_note
 from ..native import build_cache
 from ..native.toolchain import BuildError
-from .errors import NotData
+from .errors import NotData, Unrecordable
 from .noted_code import NotedCode, digests_of_names
 from .recorded_step import Recording
 from .recording_as_data import to_data
@@ -42,6 +43,8 @@ _SHOWN = 4
 _LETTERS = 32
 #: what the values of a model are called among the facts
 _VALUES = "values that the model holds"
+#: modules whose errors say that a number was asked of a tensor without data
+_OF_CODE = "torch._subclasses.", "torch.fx."
 _logger = logging.getLogger("hf_fastpath")
 #: True while recordings are made in any case
 _are_made: ContextVar[bool] = ContextVar("recordings_are_made", default=False)
@@ -142,13 +145,26 @@ def made_or_kept(
         _tell(what, error)
         if saved is not None and what in saved.recordings:
             saved.others = saved.others or str(error)
-    made = make()
+    made: Recording | Unrecordable
+    try:
+        made = make()
+    except Unrecordable as error:
+        if type(error) is not Unrecordable or not _is_of_code(error.__cause__):
+            raise
+        made = error
     if path is not None:
         try:
             write_note(path, json.dumps(written(model, code, made)))
         except ERRORS as error:
             _tell(what, error)
+    if isinstance(made, Unrecordable):
+        raise made
     return made
+
+
+def _is_of_code(cause: BaseException | None) -> bool:
+    """Whether a model could not be recorded because of its code, rather than of the moment."""
+    return cause is None or type(cause).__module__.startswith(_OF_CODE)
 
 
 def _tell(what: str, error: Exception) -> None:
@@ -187,19 +203,22 @@ def _read(data: dict[str, Any], model: nn.Module, code: NotedCode) -> Recording:
 
     Raises:
         NotData: other code would run now, or it is no such data.
+        Unrecordable: the model could not be recorded.
     """
     for name, (_, digest) in data["modules"].items():
         if digest != _digest_of(name):
             raise NotData(name)
     if others := differing(data["values"], digests_of_names(data["names"], model)):
         raise NotData(others)
-    made = from_data(data["recording"], model)
+    made = None if "reason" in data else from_data(data["recording"], model)
     code.take_over(data["names"], data["read"], [(name, file) for name, (file, _) in data["modules"].items()])
+    if made is None:
+        raise Unrecordable(str(data["reason"]))
     return made
 
 
-def written(model: nn.Module, code: NotedCode, recording: Recording) -> dict[str, Any]:
-    """Return a recording, and what it depends on beside the facts, as data.
+def written(model: nn.Module, code: NotedCode, made: Recording | Unrecordable) -> dict[str, Any]:
+    """Return a recording, or why there is none, and what it depends on beside the facts, as data.
 
     Raises:
         NotData, Unnamed: it is no data, or code has run that a later process may have otherwise.
@@ -213,7 +232,10 @@ def written(model: nn.Module, code: NotedCode, recording: Recording) -> dict[str
     values = digests_of_names(names, model)
     if not code.holds():
         raise NotData("names stand for other values than when the code ran")
-    return dict(modules=modules, names=names, values=values, read=code.read, recording=to_data(recording, model))
+    data: dict[str, Any] = dict(modules=modules, names=names, values=values, read=code.read)
+    if isinstance(made, Unrecordable):
+        return data | {"reason": str(made)}
+    return data | {"recording": to_data(made, model)}
 
 
 def _digest_of(name: str) -> str | None:

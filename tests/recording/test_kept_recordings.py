@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -295,6 +296,33 @@ def test_a_name_that_is_replaced_behind_the_file_is_noticed(made, monkeypatch):
     ours = texts(other)
     hf_fastpath.unpatch(other)
     assert same(ours, texts(other)) and "whole_step" in made
+
+
+class Reading(torch.nn.Module):
+    """Looks at a number of its input, if it is asked to."""
+
+    def __init__(self, inside: torch.nn.Module, reads: bool):
+        super().__init__()
+        self.inside, self.reads = inside, reads
+
+    def forward(self, x):
+        return self.inside(x * 2 if self.reads and float(x.sum()) > 0 else x)
+
+
+def test_a_model_that_could_not_be_recorded_is_not_tried_again(made):
+    """The reason is the same; another value of the model's is another model."""
+
+    def tried(reads):
+        model = small_model("glm4")
+        model.model.layers[0].mlp = Reading(model.model.layers[0].mlp, reads)
+        with pytest.raises(hf_fastpath.UnsupportedModelError) if reads else nullcontext() as refused:
+            hf_fastpath.patch(model)
+        return None if refused is None else str(refused.value)
+
+    first = tried(True)
+    assert "float(x.sum())" in first and made == ["whole_step"]
+    assert tried(True) == first and made == ["whole_step"]
+    assert tried(False) is None and made == 2 * ["whole_step"]
 
 
 # ---- formulas -------------------------------------------------------------------------------------------------------
