@@ -18,6 +18,7 @@ import sympy
 import torch
 from causal_lm_types import small_config, small_model
 from models import CPU, require_native
+from own_helpers import Reading
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
@@ -296,17 +297,6 @@ def test_a_name_that_is_replaced_behind_the_file_is_noticed(made, monkeypatch):
     ours = texts(other)
     hf_fastpath.unpatch(other)
     assert same(ours, texts(other)) and "whole_step" in made
-
-
-class Reading(torch.nn.Module):
-    """Looks at a number of its input, if it is asked to."""
-
-    def __init__(self, inside: torch.nn.Module, reads: bool):
-        super().__init__()
-        self.inside, self.reads = inside, reads
-
-    def forward(self, x):
-        return self.inside(x * 2 if self.reads and float(x.sum()) > 0 else x)
 
 
 def test_a_model_that_could_not_be_recorded_is_not_tried_again(made):
