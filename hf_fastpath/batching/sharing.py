@@ -18,6 +18,7 @@ from ..options import MAX_BATCH, Options
 from ..stats import Stats
 from .choosing import Chooser, choose
 from .member import Member
+from .prompt_turns import SharedTurns
 from .slots import Slots
 
 #: seconds that a step waits at least for members whose callbacks are at work; it waits no longer than a step takes, or
@@ -43,8 +44,7 @@ class Sharing:
         members: the calls that have slots.
         joining: the calls that wait for slots, in the order in which they came.
         slots: the present ones, or None.
-        prompt_turn: entered while a prompt is read: two threads that start as many small kernels hand the GIL to each
-            other at each of them, and take ten times as long as one after the other.
+        prompts: gives prompts their turns beside the steps.
         has_new_weights: a callback has changed the model since the last step.
     """
 
@@ -56,7 +56,7 @@ class Sharing:
         """Forget what threads hold: in the child of a fork, these threads do not exist."""
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # a leader waits for tokens and for slots
-        self.prompt_turn = threading.Lock()
+        self.prompts = SharedTurns(self)
         self.calls = 0
         self.leader: int | None = None  # the thread that leads
         self.members: list[Member] = []
@@ -209,11 +209,15 @@ class Sharing:
         if self.has_new_weights:
             self.has_new_weights = False
             self.slots.take_on_weights()
-        self.lock.release()
         try:
-            failed = self._step(self.slots, due, tokens)
+            self.prompts.begin_step()
+            self.lock.release()
+            try:
+                failed = self._step(self.slots, due, tokens)
+            finally:
+                self.lock.acquire()
         finally:
-            self.lock.acquire()
+            self.prompts.end_step(self._step_s)
         for member in due:
             if failed is not None:
                 member.error, member.due = failed, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from . import multimodal, short_prompts
 from .generate_calls import position_ids_of
 from .prefixes import PrefixCall, Prefixes
 from .prompt_program import Prompt, PromptProgram, keys_and_values, states_of
+from .prompt_turns import ALONE, PromptTurns
 
 _aten = torch.ops.aten
 
@@ -184,6 +186,7 @@ def read_text(
     model_kwargs: dict,
     starts: torch.Tensor | None,
     prefixes: Prefixes | None = None,
+    turns: PromptTurns = ALONE,
 ) -> tuple[torch.Tensor, PrefixCall | None]:
     """Run the prompt of ``generate()`` and append it to the cache, by :func:`read_turn`, :func:`read` or the model.
 
@@ -193,6 +196,7 @@ def read_text(
         ids, config, model_kwargs: of ``generate()``.
         starts: [batch], left padding of each row, or None.
         prefixes: of the model, or None.
+        turns: asked before each chunk.
 
     Returns:
         [batch, vocab_size] logits of the first token; and what keeps the texts at the end of the call, or None.
@@ -202,10 +206,11 @@ def read_text(
     cache = model_kwargs[compat.CACHE]
     with reading_prompt(hidden_bytes):
         if multimodal.has_more_than_tokens(part, model_kwargs):
-            return compat.prefill(model, ids, config, model_kwargs).logits[:, -1], None
+            with turns.chunk(ids.device, max(1, ids.numel())):
+                return compat.prefill(model, ids, config, model_kwargs).logits[:, -1], None
         alike = repeats(ids, config.num_return_sequences, cache)
         padding = starts if starts is not None and starts.any() else None
-        texts = _Texts(plans, model, part, ids, config, model_kwargs, padding).every(alike)
+        texts = _Texts(plans, model, part, ids, config, model_kwargs, padding, turns).every(alike)
         found = None
         if prefixes is not None:
             found = prefixes.call(plans, part, texts.ids, texts.starts, config, texts.model_kwargs)
@@ -224,6 +229,7 @@ class _Texts:
         plans, model, part: the model.
         ids, config, model_kwargs: as for :func:`read_text`.
         starts: [batch], left padding of each row, or None for none.
+        turns: asked before each chunk.
     """
 
     plans: PlanCache
@@ -233,6 +239,7 @@ class _Texts:
     config: Any
     model_kwargs: dict
     starts: torch.Tensor | None
+    turns: PromptTurns
 
     def every(self, count: int) -> _Texts:
         """Return every ``count``-th of the sequences."""
@@ -266,13 +273,26 @@ class _Texts:
         tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
         positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
         given = Prompt(tokens, positions, self.starts)
-        logits = read_turn(part, cache, given, functools.partial(self.plans.draft_plan, part, cache))
-        if logits is None and is_readable(part, cache, given, config.prefill_chunk_size):
+        device, turns = tokens.device, self.turns
+        is_turn = device.type in _CAPTURES and cache.get_seq_length() and tokens.shape[1] <= MAX_QUERY_LEN
+        with turns.chunk(device, max(1, tokens.numel())) if is_turn else nullcontext():
+            logits = read_turn(part, cache, given, functools.partial(self.plans.draft_plan, part, cache))
+        if logits is None and is_readable(part, cache, given, size := self._chunk_size(cache, given)):
             programs = self.plans.prompt_programs_of(part)
-            with compat.below_autograd():
-                for chunk in given.chunks(config.prefill_chunk_size):
+            for number, chunk in enumerate(given.chunks(size)):
+                with turns.chunk(device, chunk.tokens.numel(), number == 0), compat.below_autograd():
                     logits = read(part, cache, chunk, programs)
         if logits is None:
-            with compat.text_cache(cache).reading_prompt():
+            with turns.chunk(device, max(1, ids.numel())), compat.text_cache(cache).reading_prompt():
                 logits = compat.prefill(self.model, ids, config, model_kwargs).logits[:, -1]
         return logits
+
+    def _chunk_size(self, cache: FastpathCache, given: Prompt) -> int | None:
+        """Return the size of the chunks in which tokens are read: what the call asks for, else what leaves other calls
+        their turns, if a list of calls reads such chunks."""
+        batch, length = given.tokens.shape
+        asked = self.config.prefill_chunk_size
+        fair = self.turns.chunk_size(given.tokens.device, batch, length)
+        if fair is None or fair >= min(length, asked or length):
+            return asked
+        return fair if is_readable(self.part, cache, given, fair) else asked

@@ -39,6 +39,7 @@ from .generate_calls import (
 )
 from .multimodal import Behind
 from .patched import Patched
+from .prompt_turns import ALONE
 from .shared_calls import SharedCall, logprobs_of, to_tokens, with_request
 from .stand_in import StandIn
 from .tokens_ahead import Pending, TokensAhead
@@ -162,8 +163,8 @@ class _Loop(TokensAhead):
         next_positions, seen = next_positions_of(behind, self.ids, self.config, model_kwargs), behind.seen
         state, given = self.state, (self.model, part, self.ids, self.config, model_kwargs, starts)
         takes_turns = self.shared is not None or self.scope is not None
-        with state.sharing.prompt_turn if takes_turns else nullcontext():
-            next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes)
+        with state.sharing.prompts.prompt() if takes_turns else nullcontext(ALONE) as turns:
+            next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes, turns)
         started, first = time.perf_counter(), True
         plan: AnyPlan | None = None
         plan_chooses = self.plan_chooses()
