@@ -18,8 +18,10 @@ from .quantization import FORMATS
 
 #: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all parts
 COMPONENTS = (*PARTS, "loop")
-#: sequences that patch(max_batch_size=) and a decode plan take at most: larger batches were not measured
-MAX_BATCH = 64
+#: sequences that patch(max_batch_size=) and a decode plan take at most
+MAX_BATCH = 256
+#: and where nobody says how many: larger batches were not measured on a GPU
+USUAL_BATCH = 64
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?)B?", re.IGNORECASE)
 _UNITS = {"": 1, "I": 1} | {unit: 1000**power for power, unit in enumerate("KMGT", 1)}
@@ -48,7 +50,7 @@ class Options:
         weights: Any = None,
         ops: Any = "all",
         strict: bool = False,
-        max_batch_size: int = MAX_BATCH,
+        max_batch_size: int = USUAL_BATCH,
         lm_head: Any = HEADS[0],
         keep_original: bool = True,
         page_size: int | None = None,
