@@ -10,8 +10,8 @@ whose lengths are drawn from half to three halves of ``--prompt``. Rows:
 - ``one``: a single call at a time, on the patched model;
 - ``threads N``: N threads, each of which makes calls one after another, with ``patch(share_steps=True)``;
 - ``first of 2``: tokens a second of one thread's calls while another thread makes calls as well;
-- ``beside N``: tokens a second of one call while another call's prompt of N tokens is read, from that call's beginning to
-  its first token; ``longest_wait_ms`` is the longest time between two tokens then;
+- ``beside N``: tokens a second of one call while another call's prompt of N tokens is read, from that call's beginning
+  to its first token; ``longest_wait_ms`` is the longest time between two tokens then;
 - ``batch``: ``hf_fastpath.batch`` with so many slots;
 - ``generate_batch``: transformers' continuous batching on the unpatched model;
 - ``padded``: ``generate()`` of the patched model for as many prompts as there are slots, sorted by length;
@@ -256,9 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--threads", nargs="+", type=int, default=[4, 16])
-    parser.add_argument(
-        "--beside", nargs="*", type=int, default=[1024], help="tokens of a prompt that comes beside a call"
-    )
+    parser.add_argument("--beside", nargs="*", type=int, default=[1024], help="tokens of prompts beside a call")
     parser.add_argument("--without-stock", action="store_true", help="leave generate_batch() out")
     given = parser.parse_args(argv)
     measure.print_groups([rows_of(given)], text_of, given, "batch")

@@ -17,13 +17,12 @@ from .. import compat
 from ..decode.loops.call_scope import CallScope, Cancelled, in_scope
 from ..decode.loops.patched import STATE_KEY
 from ..decode.loops.shared_calls import why_model_not_shared
-from ..options import MAX_BATCH, bytes_of
+from ..options import MAX_BATCH, bytes_or_share
 from .logprobs import logprobs
 from .request import Request, Result, Tokens
-from .slots import capacity_for, size_for, text_bytes
+from .room import BESIDE
+from .slots import capacity_for, text_bytes
 
-#: texts that are in memory beside the slots: of a request whose prompt is read, and of one that waits for its slot
-_BESIDE = 2
 #: tokens that generate() makes if nobody says how many
 _DEFAULT_TOKENS = 20
 
@@ -33,7 +32,7 @@ def batch(
     prompts: Iterable[Any] | None = None,
     *,
     slots: int | None = None,
-    max_memory: int | str | None = None,
+    max_memory: int | float | str | None = None,
     tokenizer: Any = None,
     **defaults: Any,
 ) -> Batch:
@@ -48,8 +47,10 @@ def batch(
         prompts: prompts to submit, which are taken from the iterable when there is room; None to submit them by
             :meth:`Batch.submit`.
         slots: requests that run at once, at most; None for ``patch(max_batch_size=)``.
-        max_memory: bytes of keys and values, such as ``"2GB"``, that requests take at most; None for no limit beside
-            ``slots``. A request whose own text is too long for that fails.
+        max_memory: bytes of keys and values, such as ``"2GB"``, that requests take at most, or a share of the memory
+            that is free on the device now, such as ``"50%"`` or 0.5; None for no limit beside ``slots``. Where texts
+            grow beyond it, the youngest request gives up its slot, and reads its text again later; a request whose own
+            text is too long fails before it starts.
         tokenizer: reads prompts that are text, and makes text of the results; None: prompts are tokens.
         defaults: arguments of :meth:`Batch.submit` for requests that do not give them.
 
@@ -72,7 +73,7 @@ class Batch:
         prompts: Iterable[Any] | None = None,
         *,
         slots: int | None = None,
-        max_memory: int | str | None = None,
+        max_memory: int | float | str | None = None,
         tokenizer: Any = None,
         **defaults: Any,
     ):
@@ -83,7 +84,7 @@ class Batch:
         slots = most if slots is None else slots
         if type(slots) is not int or not 1 <= slots <= most:
             raise ValueError(f"slots is {slots!r}, expected a whole number from 1 to {most}, the max_batch_size")
-        self._limit = None if max_memory is None else bytes_of(max_memory, "max_memory")
+        self._limit = None if max_memory is None else bytes_or_share(max_memory, inner.device)
         self._model: Any = model
         self._inner, self._state, self._slots = inner, state, slots
         self._tokenizer, self._defaults = tokenizer, defaults
@@ -96,6 +97,9 @@ class Batch:
         self._watchers: list[Callable[[], None]] = []
         self._count, self._threads, self._is_closed = 0, 0, False
         self._torch_threads = torch.get_num_threads()
+        if self._limit is not None:
+            with state.sharing.lock:
+                state.sharing.room.limits[self] = self._limit
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -207,6 +211,8 @@ class Batch:
         for request in unfinished:
             self.cancel(request)
         here = threading.current_thread()
+        with self._state.sharing.lock:
+            self._state.sharing.room.limits.pop(self, None)
         with self._lock:
             while self._threads and here.name != "hf_fastpath.batch":
                 self._lock.wait()
@@ -317,30 +323,21 @@ class Batch:
                 if too_long is not None:
                     self._waiting.popleft()
                     self._finish(request, _failed(request, too_long))
-                elif self._has_room([*self._running, request]):
+                else:
                     self._waiting.popleft()
                     self._running.append(request)
                     request.started_at = time.perf_counter()
                     return request
-                else:
-                    self._lock.wait()
             return None
 
-    def _bytes(self, requests: list[Request]) -> int:
-        """Return the bytes that keys and values of requests take at most; 0 if the model shares no steps."""
-        part = self._state.plans.part_of(self._inner)
-        if self._limit is None or part is None or why_model_not_shared(self._state, part) is not None:
-            return 0
-        shared = self._state.sharing.slots
-        room = capacity_for(max(each.length for each in requests))
-        room = max(room, 0 if shared is None or len(requests) == 1 else shared.capacity)
-        return (size_for(len(requests)) + _BESIDE) * text_bytes(part, self._state.options.kv_dtype, room)
-
-    def _has_room(self, requests: list[Request]) -> bool:
-        return self._limit is None or len(requests) == 1 or self._bytes(requests) <= self._limit
-
     def _too_long(self, request: Request) -> ValueError | None:
-        if self._limit is None or (needed := self._bytes([request])) <= self._limit:
+        if self._limit is None:
+            return None
+        part = self._state.plans.part_of(self._inner)
+        if part is None or why_model_not_shared(self._state, part) is not None:
+            return None
+        needed = (1 + BESIDE) * text_bytes(part, self._state.options.kv_dtype, capacity_for(request.length))
+        if needed <= self._limit:
             return None
         return ValueError(
             f"request {request.id} has up to {request.length} tokens, whose keys and values take {needed} bytes, and "

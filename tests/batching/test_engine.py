@@ -7,6 +7,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from models import CPU, VOCAB, build, prompt, require_native
 from transformers import LogitsProcessorList
 
 import hf_fastpath
-from hf_fastpath.batching import engine, slots
+from hf_fastpath.batching import engine, room, slots
 from hf_fastpath.patching.state import state_of
 
 
@@ -169,23 +170,34 @@ def test_a_request_is_cancelled_and_one_fails(device):
     assert state_of(model).sharing.slots is None
 
 
+def most_bytes(monkeypatch) -> list[int]:
+    """Return a list of a number: the bytes of keys and values of all caches, at the step that finds the most."""
+    most, step, made = [0], slots.Slots.step, hf_fastpath.FastpathCache.__init__
+    caches = weakref.WeakSet()
+
+    def noted(self, *given, **named):
+        made(self, *given, **named)
+        caches.add(self)
+
+    def looked_at(self, tokens):
+        held = {buffer for cache in list(caches) for layer in cache.key_layers for buffer in layer.buffers}
+        most[0] = max(most[0], sum(buffer.nbytes for buffer in held))
+        return step(self, tokens)
+
+    monkeypatch.setattr(hf_fastpath.FastpathCache, "__init__", noted)
+    monkeypatch.setattr(slots.Slots, "step", looked_at)
+    return most
+
+
 def test_memory_is_bounded(device, monkeypatch):
     """Slots and the caches of calls take no more than was said; what can never fit fails by itself."""
     model, ids = patched(device=device), texts(12, device)
     options = dict(max_new_tokens=30, do_sample=False)
     part = state_of(model).plans.part_of(model)
     limit = 6 * slots.text_bytes(part, None, slots.capacity_for(250))
-    most, step = [0], slots.Slots.step
-
-    def looked_at(self, tokens):
-        caches = (each for each in gc.get_objects() if isinstance(each, hf_fastpath.FastpathCache))
-        held = {buffer for cache in caches for layer in cache.key_layers for buffer in layer.buffers}
-        most[0] = max(most[0], sum(buffer.nbytes for buffer in held))
-        return step(self, tokens)
-
     expected = [alone(model, each, **options) for each in ids]
     gc.collect()
-    monkeypatch.setattr(slots.Slots, "step", looked_at)
+    most = most_bytes(monkeypatch)
     with hf_fastpath.batch(model, max_memory=limit, **options) as batch:
         made = [
             batch.submit(each, **({"max_new_tokens": 200} if number == 3 else {})) for number, each in enumerate(ids)
@@ -197,6 +209,60 @@ def test_memory_is_bounded(device, monkeypatch):
             too_long.result(LONG)
     assert 0 < most[0] <= limit
     assert 1 < max(hf_fastpath.report(model).stats["shared_steps"]) < 12
+
+
+@pytest.mark.parametrize("architecture", ("llama", "gemma3_text"))
+def test_the_youngest_gives_up_its_slot_and_reads_its_text_again(architecture, device, monkeypatch):
+    """Where texts grow beyond the memory: greedy, sampled, with a processor, streamed, and cancelled while it waits."""
+    model, ids = patched(architecture, device), texts(8, device, seed=1)
+    part = state_of(model).plans.part_of(model)
+    limit = (6 if architecture == "llama" else 7) * slots.text_bytes(part, None, slots.capacity_for(240))
+    ways = [dict(do_sample=False), dict(do_sample=True, top_k=9), dict(do_sample=False, stream=True)]
+    ways.append(dict(do_sample=False, logits_processor=LogitsProcessorList([lambda _, scores: scores])))
+    ways = [dict(ways[number % 4], max_new_tokens=199 - number) for number in range(8)]
+    expected = []
+    for number, (each, way) in enumerate(zip(ids, ways)):
+        torch.manual_seed(number)
+        expected.append(alone(model, each, **{name: value for name, value in way.items() if name != "stream"}))
+    gc.collect()
+    most = most_bytes(monkeypatch)
+    sharing = state_of(model).sharing
+    with hf_fastpath.batch(model, max_memory=limit) as batch:
+        made = [batch.submit(each, seed=number, **way) for number, (each, way) in enumerate(zip(ids, ways))]
+        for number, request in enumerate(made):
+            assert request.result(LONG).tokens == expected[number], number
+            assert number % 4 != 2 or list(request.tokens()) == expected[number]
+        stats = hf_fastpath.report(model).stats
+        assert 4 < max(stats["shared_steps"]) and stats["given_up_slots"] and 0 < most[0] <= limit
+        assert "read again for want of memory" in str(hf_fastpath.report(model))
+        cancelled, give_up = [], room.Room._give_up
+
+        def cancels(self, member):
+            give_up(self, member)
+            if not cancelled:
+                cancelled.append(member.scope)
+                member.scope.is_cancelled = True
+
+        monkeypatch.setattr(room.Room, "_give_up", cancels)
+        made = [batch.submit(each, **dict(ways[0], max_new_tokens=199)) for each in ids]
+        found = [request.result(LONG) for request in made]
+        right = [alone(model, each, **dict(ways[0], max_new_tokens=199)) for each in ids]
+        for result, tokens, request in zip(found, right, made):
+            is_cancelled = request.scope in cancelled
+            assert result.finish_reason == ("cancelled" if is_cancelled else "length")
+            assert is_cancelled or result.tokens == tokens
+        assert cancelled
+    assert (
+        not sharing.room._waiting and not sharing.room._inside and sharing.slots is None and sharing.room.limit is None
+    )
+
+
+@pytest.mark.parametrize("share", (0.5, "50%", 1.0))
+def test_a_share_of_the_memory(share, device):
+    from hf_fastpath import options
+
+    found = options.bytes_or_share(share, device) / options.free_bytes(device)
+    assert abs(found - (1.0 if share == 1.0 else 0.5)) < 0.2
 
 
 def test_what_shares_no_steps_runs_one_after_another(device):
@@ -292,6 +358,9 @@ def test_bad_input(device):
             hf_fastpath.batch(model, slots=slots_)
     with pytest.raises(ValueError, match="max_memory is 'much', expected a number of bytes"):
         hf_fastpath.batch(model, max_memory="much")
+    for share in (0.0, 1.5, "200%"):
+        with pytest.raises(ValueError, match="expected bytes, such as '2GB', or a share"):
+            hf_fastpath.batch(model, max_memory=share)
     batch = hf_fastpath.batch(model)
     with pytest.raises(ValueError, match="the batch has no tokenizer"):
         batch.submit("text")

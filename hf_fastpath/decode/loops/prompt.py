@@ -177,6 +177,48 @@ def read_turn(
         reader.end()
 
 
+def _read_in_turns(
+    plans: PlanCache, part: StepSource, cache: FastpathCache, given: Prompt, turns: PromptTurns, asked: int | None
+) -> torch.Tensor | None:
+    """Do as :func:`read` in chunks of as many tokens as are asked for, or as leave other calls their turns; return None
+    if no list of calls reads the prompt."""
+    device, (batch, length) = given.tokens.device, given.tokens.shape
+    fair = turns.chunk_size(device, batch, length)
+    size = asked
+    if fair is not None and fair < min(length, asked or length) and is_readable(part, cache, given, fair):
+        size = fair
+    elif not is_readable(part, cache, given, asked):
+        return None
+    logits, programs = None, plans.prompt_programs_of(part)
+    for number, chunk in enumerate(given.chunks(size)):
+        with turns.chunk(device, chunk.tokens.numel(), number == 0), compat.below_autograd():
+            logits = read(part, cache, chunk, programs)
+    return logits
+
+
+def read_again(
+    plans: PlanCache,
+    part: StepSource,
+    cache: FastpathCache,
+    ids: torch.Tensor,
+    starts: torch.Tensor | None,
+    turns: PromptTurns,
+) -> None:
+    """Read texts from their beginnings into an empty cache.
+
+    Args:
+        plans, part: the model.
+        ids: int64 [batch, seq_len].
+        starts: [batch], left padding, or None for none.
+        turns: asked before each chunk.
+    """
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    if starts is not None:
+        positions = (positions - starts[:, None]).clamp(min=0)
+    if _read_in_turns(plans, part, cache, Prompt(ids, positions, starts), turns, None) is None:
+        raise RuntimeError(f"a text of {ids.shape[1]} tokens cannot be read again: unpatch() and patch() the model")
+
+
 def read_text(
     plans: PlanCache,
     model: Any,
@@ -274,25 +316,13 @@ class _Texts:
         positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
         given = Prompt(tokens, positions, self.starts)
         device, turns = tokens.device, self.turns
+        size = self.config.prefill_chunk_size
         is_turn = device.type in _CAPTURES and cache.get_seq_length() and tokens.shape[1] <= MAX_QUERY_LEN
         with turns.chunk(device, max(1, tokens.numel())) if is_turn else nullcontext():
             logits = read_turn(part, cache, given, functools.partial(self.plans.draft_plan, part, cache))
-        if logits is None and is_readable(part, cache, given, size := self._chunk_size(cache, given)):
-            programs = self.plans.prompt_programs_of(part)
-            for number, chunk in enumerate(given.chunks(size)):
-                with turns.chunk(device, chunk.tokens.numel(), number == 0), compat.below_autograd():
-                    logits = read(part, cache, chunk, programs)
+        if logits is None:
+            logits = _read_in_turns(self.plans, part, cache, given, turns, size)
         if logits is None:
             with turns.chunk(device, max(1, ids.numel())), compat.text_cache(cache).reading_prompt():
                 logits = compat.prefill(self.model, ids, config, model_kwargs).logits[:, -1]
         return logits
-
-    def _chunk_size(self, cache: FastpathCache, given: Prompt) -> int | None:
-        """Return the size of the chunks in which tokens are read: what the call asks for, else what leaves other calls
-        their turns, if a list of calls reads such chunks."""
-        batch, length = given.tokens.shape
-        asked = self.config.prefill_chunk_size
-        fair = self.turns.chunk_size(given.tokens.device, batch, length)
-        if fair is None or fair >= min(length, asked or length):
-            return asked
-        return fair if is_readable(self.part, cache, given, fair) else asked

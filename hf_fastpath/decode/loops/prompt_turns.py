@@ -9,10 +9,10 @@ import torch
 
 
 class PromptTurns(Protocol):
-    """What who reads a prompt asks before each chunk; ``batching.prompt_turns.SharedTurns`` answers for shared steps."""
+    """What a reader of a prompt asks before each chunk; ``batching.prompt_turns.SharedTurns`` knows of shared steps."""
 
     def chunk_size(self, device: torch.device, batch: int, length: int) -> int | None:
-        """Return how many of the ``length`` tokens of each of ``batch`` sequences are to be read at once; None for all."""
+        """Return how many of ``length`` tokens of each of ``batch`` sequences are to be read at once; None for all."""
 
     def chunk(self, device: torch.device, count: int, is_first: bool = True) -> AbstractContextManager[Any]:
         """Wait for the turn of a chunk of ``count`` tokens of all sequences, which is read inside the block. A prompt's

@@ -162,6 +162,8 @@ class _Loop(TokensAhead):
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions, seen = next_positions_of(behind, self.ids, self.config, model_kwargs), behind.seen
         state, given = self.state, (self.model, part, self.ids, self.config, model_kwargs, starts)
+        if self.shared is not None:
+            self.shared.enter(part, cache, self)
         takes_turns = self.shared is not None or self.scope is not None
         with state.sharing.prompts.prompt() if takes_turns else nullcontext(ALONE) as turns:
             next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes, turns)
