@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -18,11 +19,14 @@ from ..decode.loops.call_scope import CallScope, Cancelled, in_scope
 from ..decode.loops.patched import STATE_KEY
 from ..decode.loops.shared_calls import why_model_not_shared
 from ..options import MAX_BATCH, bytes_or_share
+from .beginnings import Beginnings
 from .logprobs import logprobs
 from .request import Request, Result, Tokens
 from .room import BESIDE
 from .slots import capacity_for, text_bytes
 
+#: bytes in which beginnings are kept that prompts have in common
+_KEPT_BYTES = 256 << 20
 #: tokens that generate() makes if nobody says how many
 _DEFAULT_TOKENS = 20
 
@@ -96,6 +100,7 @@ class Batch:
         self._ended: dict[Request, Result] = {}  # in the order in which they ended; nobody has seen these results
         self._watchers: list[Callable[[], None]] = []
         self._count, self._threads, self._is_closed = 0, 0, False
+        self._beginnings = Beginnings(state, _KEPT_BYTES)
         self._torch_threads = torch.get_num_threads()
         if self._limit is not None:
             with state.sharing.lock:
@@ -139,15 +144,15 @@ class Batch:
                 f"num_return_sequences is {given['num_return_sequences']}, expected 1: submit the prompt several times"
             )
         given |= self._inputs(prompt)
-        ids = given.get("input_ids")
         device = self._inner.device
         scope = CallScope(True, None, wants, self._alone_turn)
         if seed is not None:
             scope.generator = torch.Generator(device).manual_seed(seed)
+        known = [] if (ids := given.get("input_ids")) is None else ids[0].tolist()
+        scope.prefixes = functools.partial(self._beginnings.of, known)
         streamer = Tokens() if streams else None
         if streamer is not None:
             given["streamer"] = streamer
-        known = [] if ids is None else ids[0].tolist()
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("submit() to a batch that is closed: make another one")
@@ -155,6 +160,7 @@ class Batch:
             self._count += 1
             made = Request(name, known, given, scope, self._new_tokens(given), streamer, self)
             self._waiting.append(made)
+            self._beginnings.add(known)
             if self._threads < min(self._slots, len(self._waiting) + len(self._running)):
                 self._threads += 1
                 threading.Thread(target=self._work, name="hf_fastpath.batch", daemon=True).start()
@@ -293,6 +299,7 @@ class Batch:
         times = dict(created_at=request.created_at, started_at=request.started_at, ended_at=time.perf_counter())
         vars(result).update(times)
         self._ended[request] = result
+        self._beginnings.remove(request.prompt)
         request.finish(result)
         for wake in self._watchers:
             wake()

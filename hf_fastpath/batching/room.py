@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..cache.buffers import CAPACITY_STEP
+from ..cache.prefixes import PrefixStore
 from ..decode.loops.call_scope import Cancelled
 from ..decode.sources.step_source import StepSource
 from .member import Member
@@ -53,12 +54,14 @@ class Room:
         sharing: the slots (:class:`.sharing.Sharing`).
 
     Attributes:
+        kept: who keeps beginnings of texts in that memory -> where.
         limits: who has set a limit -> bytes that keys and values may take: of slots, and of the calls beside them.
     """
 
     def __init__(self, sharing: Any):
         self._sharing = sharing
         self.limits: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.kept: weakref.WeakKeyDictionary[Any, PrefixStore] = weakref.WeakKeyDictionary()
         self._changed = threading.Condition(sharing.lock)
         self._waiting: list[Ticket] = []
         self._inside: list[Ticket] = []  # their prompts are read, or wait for slots
@@ -125,8 +128,31 @@ class Room:
 
     def _fits(self, who: Ticket | Member, size: int, capacity: int) -> bool:
         limit = self.limit
+        if limit is None:
+            return True
         kv_dtype = who.kv_dtype if isinstance(who, Ticket) else who.cache.kv_dtype
-        return limit is None or (size + BESIDE) * text_bytes(who.part, kv_dtype, capacity) <= limit
+        needed = (size + BESIDE) * text_bytes(who.part, kv_dtype, capacity)
+        if needed <= limit < needed + self._kept_bytes():  # texts come before what is kept for others
+            for store in self.kept.values():
+                store.clear()
+        return needed <= limit
+
+    def _kept_bytes(self) -> int:
+        return sum(store.num_bytes for store in self.kept.values())
+
+    def spare(self) -> int:
+        """Return bytes that texts do not need soon, of the memory that has a limit."""
+        sharing = self._sharing
+        whose = [*sharing.members, *sharing.joining, *self._inside]
+        if self.limit is None or not whose:
+            return 0
+        count = sum(each.rows if isinstance(each, Ticket) else len(each.starts) for each in whose)
+        longest = max(each.length for each in whose)
+        part, slots = whose[0].part, sharing.slots
+        kv_dtype = whose[0].kv_dtype if isinstance(whose[0], Ticket) else whose[0].cache.kv_dtype
+        size = max(size_for(count), 0 if slots is None else len(slots.taken))
+        capacity = max(room_for(longest + _GROWTH), 0 if slots is None else slots.capacity)
+        return max(0, self.limit - (size + BESIDE) * text_bytes(part, kv_dtype, capacity) - self._kept_bytes())
 
     def make_room(self) -> None:
         """Let slots have room for the next token of each text; where memory does not suffice, the youngest calls that

@@ -17,6 +17,7 @@ from transformers import LogitsProcessorList
 
 import hf_fastpath
 from hf_fastpath.batching import engine, room, slots
+from hf_fastpath.decode.loops import prompt as prompts
 from hf_fastpath.patching.state import state_of
 
 
@@ -170,8 +171,8 @@ def test_a_request_is_cancelled_and_one_fails(device):
     assert state_of(model).sharing.slots is None
 
 
-def most_bytes(monkeypatch) -> list[int]:
-    """Return a list of a number: the bytes of keys and values of all caches, at the step that finds the most."""
+def most_bytes(monkeypatch, stores=()) -> list[int]:
+    """Return a list of a number: the bytes of all caches and of what is kept of prompts, at the step that finds most."""
     most, step, made = [0], slots.Slots.step, hf_fastpath.FastpathCache.__init__
     caches = weakref.WeakSet()
 
@@ -181,7 +182,7 @@ def most_bytes(monkeypatch) -> list[int]:
 
     def looked_at(self, tokens):
         held = {buffer for cache in list(caches) for layer in cache.key_layers for buffer in layer.buffers}
-        most[0] = max(most[0], sum(buffer.nbytes for buffer in held))
+        most[0] = max(most[0], sum(buffer.nbytes for buffer in held) + sum(store.num_bytes for store in stores))
         return step(self, tokens)
 
     monkeypatch.setattr(hf_fastpath.FastpathCache, "__init__", noted)
@@ -255,6 +256,61 @@ def test_the_youngest_gives_up_its_slot_and_reads_its_text_again(architecture, d
     assert (
         not sharing.room._waiting and not sharing.room._inside and sharing.slots is None and sharing.room.limit is None
     )
+
+
+@pytest.mark.parametrize("limited", (False, True))
+@pytest.mark.parametrize("kept", (None, "50MB"))
+def test_what_prompts_begin_with_is_read_once(limited, kept, device, monkeypatch):
+    """By requests that are under way together; also of ``patch(prefix_cache=)``, which keeps texts at their ends."""
+    require_native(device)
+    model = hf_fastpath.patch(build("llama").to(device), quiet=True, prefix_cache=kept)
+    stock = hf_fastpath.patch(build("llama").to(device), quiet=True)
+    begin = prompt(device, 1, 70, seed=9)
+    ids = [torch.cat((begin, each), 1) for each in texts(5, device)] + texts(2, device, seed=4)
+    options, read, counts = dict(max_new_tokens=60, do_sample=False), prompts.read, []
+    expected = [alone(stock, each, **options) for each in ids]
+
+    def noted(part, cache, given, programs):
+        counts.append(given.tokens.shape[1])
+        return read(part, cache, given, programs)
+
+    monkeypatch.setattr(prompts, "read", noted)
+    part = state_of(model).plans.part_of(model)
+    limit = 9 * slots.text_bytes(part, None, slots.capacity_for(200)) if limited else None
+    with hf_fastpath.batch(model, max_memory=limit, **options) as batch:
+        with state_of(model).sharing.prompts.prompt():  # until all have been submitted
+            made = [batch.submit(each) for each in ids]
+        assert [each.result(LONG).tokens for each in made] == expected
+        beginnings = batch._beginnings
+        assert not beginnings._first_pages and (beginnings.store.num_bytes > 0) == (kept is None)
+        assert hf_fastpath.report(model).stats["prefixes"]["known_tokens"] == 4 * 64
+        assert sum(counts) == sum(each.shape[1] for each in ids) - 4 * 64
+        model.lm_head.weight.data.mul_(2.0)  # the same tokens, but another model
+        counts.clear()
+        made = [batch.submit(ids[0]) for _ in range(2)]
+        assert [each.result(LONG).tokens for each in made] == [expected[0]] * 2
+    assert max(counts) == ids[0].shape[1], "nothing is known of a model whose weights were others"
+
+
+def test_beginnings_give_way_to_texts(device, monkeypatch):
+    """What is kept of prompts is in the memory that was allowed, and goes before a request gives up its slot."""
+    model = patched("llama", device)
+    begin = prompt(device, 1, 70, seed=9)
+    ids = [torch.cat((begin, each), 1) for each in texts(4, device)]
+    options = dict(max_new_tokens=140, do_sample=False)
+    expected = [alone(model, each, **options) for each in ids]
+    limit = 6 * slots.text_bytes(state_of(model).plans.part_of(model), None, slots.capacity_for(240))
+    gc.collect()
+    stores, cleared = [], []
+    most = most_bytes(monkeypatch, stores)
+    with hf_fastpath.batch(model, max_memory=limit, **options) as batch:
+        stores.append(batch._beginnings.store)
+        forget = stores[0].clear
+        monkeypatch.setattr(stores[0], "clear", lambda: (cleared.append(stores[0].num_bytes), forget()))
+        with state_of(model).sharing.prompts.prompt():
+            made = [batch.submit(each) for each in ids]
+        assert [each.result(LONG).tokens for each in made] == expected
+    assert max(cleared) > 0 and 0 < most[0] <= limit
 
 
 @pytest.mark.parametrize("share", (0.5, "50%", 1.0))

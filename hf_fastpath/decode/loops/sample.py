@@ -166,7 +166,14 @@ class _Loop(TokensAhead):
             self.shared.enter(part, cache, self)
         takes_turns = self.shared is not None or self.scope is not None
         with state.sharing.prompts.prompt() if takes_turns else nullcontext(ALONE) as turns:
-            next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes, turns)
+            prefixes = state.prefixes
+            if prefixes is None and self.shared is not None and self.scope is not None:
+                prefixes = self.scope.prefixes()
+            next_logits, prefix = prompt.read_text(state.plans, *given, prefixes, turns)
+            if prefix is not None and self.shared is not None:
+                prefix.keep_prompt()
+        if state.prefixes is None:
+            prefix = None  # the text is not kept at its end
         started, first = time.perf_counter(), True
         plan: AnyPlan | None = None
         plan_chooses = self.plan_chooses()
