@@ -62,4 +62,3 @@ class Beginnings(Prefixes):
             room.kept[self] = self.store
             self.store.limit = min(self._limit, self.store.num_bytes + room.spare())
             yield
-

@@ -19,16 +19,15 @@ from ..decode.loops.call_scope import CallScope, Cancelled, in_scope
 from ..decode.loops.patched import STATE_KEY
 from ..decode.loops.shared_calls import why_model_not_shared
 from ..options import MAX_BATCH, bytes_or_share
+from .adapters import AdapterTurns
 from .beginnings import Beginnings
 from .logprobs import logprobs
-from .request import Request, Result, Tokens
+from .request import Request, Result, Tokens, inputs_of, is_end, most_new_tokens
 from .room import BESIDE
 from .slots import capacity_for, text_bytes
 
 #: bytes in which beginnings are kept that prompts have in common
 _KEPT_BYTES = 256 << 20
-#: tokens that generate() makes if nobody says how many
-_DEFAULT_TOKENS = 20
 
 
 def batch(
@@ -100,6 +99,8 @@ class Batch:
         self._ended: dict[Request, Result] = {}  # in the order in which they ended; nobody has seen these results
         self._watchers: list[Callable[[], None]] = []
         self._count, self._threads, self._is_closed = 0, 0, False
+        self._config = getattr(inner, "generation_config", None)
+        self._adapters = AdapterTurns(inner)
         self._beginnings = Beginnings(state, _KEPT_BYTES)
         self._torch_threads = torch.get_num_threads()
         if self._limit is not None:
@@ -116,6 +117,7 @@ class Batch:
         seed: int | None = None,
         logprobs: bool | None = None,
         stream: bool | None = None,
+        adapter: str | None = None,
         **arguments: Any,
     ) -> Request:
         """Add a request.
@@ -127,6 +129,8 @@ class Batch:
             seed: of its samples; None to draw from PyTorch's default generator.
             logprobs: whether its result has log-probabilities.
             stream: whether :meth:`.request.Request.tokens` gives its tokens while they come.
+            adapter: name of the PEFT adapter that alone is active for the request; None for those that are active when
+                the batch has nothing else to do. Requests with different adapters take turns, and share no steps.
             arguments: of ``generate()``: ``max_new_tokens``, ``do_sample``, ``temperature``, ``eos_token_id``,
                 processors, stopping criteria, ...
 
@@ -138,12 +142,15 @@ class Batch:
         seed = given.pop("seed", None) if seed is None else seed
         wants = bool(given.pop("logprobs", False)) if logprobs is None else logprobs
         streams = bool(given.pop("stream", False)) if stream is None else stream
-        given.pop("seed", None), given.pop("logprobs", None), given.pop("stream", None)
+        adapter = given.pop("adapter", None) if adapter is None else adapter
+        for name in ("seed", "logprobs", "stream", "adapter"):
+            given.pop(name, None)
+        self._adapters.check(adapter, given)
         if given.get("num_return_sequences", 1) not in (None, 1):
             raise ValueError(
                 f"num_return_sequences is {given['num_return_sequences']}, expected 1: submit the prompt several times"
             )
-        given |= self._inputs(prompt)
+        given |= inputs_of(prompt, self._inner.device, self._tokenizer)
         device = self._inner.device
         scope = CallScope(True, None, wants, self._alone_turn)
         if seed is not None:
@@ -158,7 +165,7 @@ class Batch:
                 raise RuntimeError("submit() to a batch that is closed: make another one")
             name = str(self._count) if id is None else id
             self._count += 1
-            made = Request(name, known, given, scope, self._new_tokens(given), streamer, self)
+            made = Request(name, known, given, scope, most_new_tokens(given, self._config), streamer, self, adapter)
             self._waiting.append(made)
             self._beginnings.add(known)
             if self._threads < min(self._slots, len(self._waiting) + len(self._running)):
@@ -166,38 +173,6 @@ class Batch:
                 threading.Thread(target=self._work, name="hf_fastpath.batch", daemon=True).start()
             self._lock.notify_all()
         return made
-
-    def _inputs(self, prompt: Any) -> dict[str, Any]:
-        """Return the arguments of ``generate()`` that hold a prompt.
-
-        Raises:
-            ValueError: it is none.
-        """
-        device = self._inner.device
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError("a prompt is text, and the batch has no tokenizer: pass tokenizer=, or tokens")
-            prompt = self._tokenizer(prompt, return_tensors="pt")
-        if hasattr(prompt, "keys"):
-            given = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in prompt.items()}
-        else:
-            ids = torch.as_tensor(prompt)
-            given = {"input_ids": (ids[None] if ids.dim() == 1 else ids).to(device)}
-        found = given.get("input_ids")
-        if found is not None and (found.dim() != 2 or len(found) != 1 or found.is_floating_point()):
-            what = f"{found.dtype} {tuple(found.shape)}"
-            raise ValueError(f"a prompt is {what}, expected whole numbers [seq_len] or [1, seq_len]: submit rows apart")
-        return given
-
-    def _new_tokens(self, given: dict[str, Any]) -> int:
-        """Return how many tokens a request may get."""
-        configs = [given.get("generation_config"), getattr(self._inner, "generation_config", None)]
-        for name in ("max_new_tokens", "max_length"):
-            for each in (given.get(name), *(getattr(config, name, None) for config in configs)):
-                if each is not None:
-                    ids = given.get("input_ids")
-                    return max(0, each - (0 if name == "max_new_tokens" or ids is None else ids.shape[1]))
-        return _DEFAULT_TOKENS
 
     def cancel(self, request: Request) -> None:
         """See :meth:`.request.Request.cancel`."""
@@ -315,6 +290,8 @@ class Batch:
                 result = self._run(request)
                 with self._lock:
                     self._running.remove(request)
+                    if not (self._running or self._waiting):
+                        self._adapters.give_back()
                     self._finish(request, result)
         finally:
             with self._lock:
@@ -330,11 +307,13 @@ class Batch:
                 if too_long is not None:
                     self._waiting.popleft()
                     self._finish(request, _failed(request, too_long))
+                elif (found := self._adapters.next_of(self._waiting, self._running)) is not None:
+                    self._waiting.remove(found)
+                    self._running.append(found)
+                    found.started_at = time.perf_counter()
+                    return found
                 else:
-                    self._waiting.popleft()
-                    self._running.append(request)
-                    request.started_at = time.perf_counter()
-                    return request
+                    self._lock.wait()
             return None
 
     def _too_long(self, request: Request) -> ValueError | None:
@@ -372,15 +351,9 @@ class Batch:
         if scope.is_cancelled:
             return Result(request.id, request.prompt, tokens, "cancelled", logprobs)
         text = None if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
-        reason = "length" if len(tokens) >= request.new_tokens and not self._is_end(given, tokens) else "stop"
+        has_end = bool(tokens) and is_end(tokens[-1], given, self._config)
+        reason = "length" if len(tokens) >= request.new_tokens and not has_end else "stop"
         return Result(request.id, request.prompt, tokens, reason, logprobs, text)
-
-    def _is_end(self, given: dict[str, Any], tokens: list[int]) -> bool:
-        """Whether the last token is an end token."""
-        config = given.get("generation_config") or self._inner.generation_config
-        ends = given.get("eos_token_id", getattr(config, "eos_token_id", None))
-        known = ends if isinstance(ends, (list, tuple)) else [ends]
-        return bool(tokens) and tokens[-1] in [int(each) for each in known if each is not None]
 
     def _logprobs(self, scope: CallScope, ids: torch.Tensor, count: int) -> list[float]:
         """Return the log-probabilities of the last ``count`` tokens; stock code has kept none, so that the text is read

@@ -77,13 +77,21 @@ def test_async(device):
         with hf_fastpath.batch(model, ids, **options) as batch:
             async for result in batch:
                 found[int(result.id)] = result.tokens
-            waited = await batch.submit(ids[0]).wait()
+            waited = await batch.submit(ids[0], logprobs=True).wait()
             request = batch.submit(ids[1], stream=True)
-            return found, waited, [token async for token in request.stream()]
+            streamed = [token async for token in request.stream()]
+            endless = batch.submit(ids[2], stream=True, max_new_tokens=5000)
+            async for _ in endless.stream():
+                endless.cancel()
+            sampled = [await batch.submit(ids[3], seed=4, do_sample=True).wait() for _ in range(2)]
+            return found, waited, streamed, endless.result(), sampled
 
-    found, waited, streamed = asyncio.run(main())
+    found, waited, streamed, cancelled, sampled = asyncio.run(main())
     assert [found[number] for number in range(5)] == expected
-    assert waited.tokens == expected[0] and streamed == expected[1]
+    assert waited.tokens == expected[0] and len(waited.logprobs) == 6 and streamed == expected[1]
+    assert cancelled.finish_reason == "cancelled" and 0 < len(cancelled.tokens) < 5000
+    torch.manual_seed(4)
+    assert [each.tokens for each in sampled] == [alone(model, ids[3], max_new_tokens=6, do_sample=True)] * 2
 
 
 def test_samples_are_those_of_their_seed(device):
@@ -217,7 +225,8 @@ def test_the_youngest_gives_up_its_slot_and_reads_its_text_again(architecture, d
     """Where texts grow beyond the memory: greedy, sampled, with a processor, streamed, and cancelled while it waits."""
     model, ids = patched(architecture, device), texts(8, device, seed=1)
     part = state_of(model).plans.part_of(model)
-    limit = (6 if architecture == "llama" else 7) * slots.text_bytes(part, None, slots.capacity_for(240))
+    texts_in_memory = 6 if architecture == "llama" else 7
+    limit = texts_in_memory * slots.text_bytes(part, None, slots.capacity_for(240))
     ways = [dict(do_sample=False), dict(do_sample=True, top_k=9), dict(do_sample=False, stream=True)]
     ways.append(dict(do_sample=False, logits_processor=LogitsProcessorList([lambda _, scores: scores])))
     ways = [dict(ways[number % 4], max_new_tokens=199 - number) for number in range(8)]
@@ -403,6 +412,41 @@ def test_a_soak_of_requests(device):
         time.sleep(0.01)
     assert threading.active_count() <= threads
     assert state_of(model).sharing.slots is None and not state_of(model).sharing.calls
+
+
+def test_adapters_by_request(device):
+    """Requests with different adapters take turns; what was active before is so again, and wants the gradients it did."""
+    require_native(device)
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    lora = dict(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(**lora), adapter_name="first")
+    model.add_adapter("second", peft.LoraConfig(**lora | dict(r=3)))
+    hf_fastpath.patch(model.to(device).eval(), quiet=True)
+    ids, options = texts(9, device), dict(max_new_tokens=12, do_sample=False)
+    expected = []
+    for number, each in enumerate(ids):
+        model.set_adapter(("first", "second")[number % 2])
+        expected.append(alone(model, each, **options))
+    model.set_adapter("first")
+    assert expected[1] != alone(model, ids[1], **options), "the adapters are hardly different"
+    wanted = {name: each.requires_grad for name, each in model.named_parameters()}
+    with hf_fastpath.batch(model, slots=4, **options) as batch:
+        names = [(None, "second")[number % 2] for number in range(len(ids))]
+        made = [batch.submit(each, adapter=name) for each, name in zip(ids, names)]
+        order = [int(result.id) for result in batch]
+        found = [request.result(LONG).tokens for request in made]
+        with pytest.raises(
+            ValueError, match="adapter is 'secnd', expected one of first, second. Did you mean 'second'"
+        ):
+            batch.submit(ids[0], adapter="secnd")
+        with pytest.raises(ValueError, match=r"adapter_names is .* submit\(prompt, adapter='name'\)"):
+            batch.submit(ids[0], adapter_names=["second"])
+    assert found == expected and sorted(order) == list(range(len(ids)))
+    assert {name: each.requires_grad for name, each in model.named_parameters()} == wanted
+    assert alone(model, ids[0], **options) == expected[0]
+    with pytest.raises(ValueError, match="expected None: the model has no adapters"):
+        hf_fastpath.batch(patched(device=device), adapter="first").submit(ids[0])
 
 
 def test_bad_input(device):
