@@ -240,7 +240,9 @@ def text_of(rows: list[dict]) -> str:
         shared = "" if row["rows_a_step"] is None else f", {row['rows_a_step']:.1f} rows a step"
         speed = f"{row['tokens_per_second']:10.1f} tok/s{measure.plus_minus(row['spread_percent'])}"
         if row.get("longest_wait_ms") is not None:
-            waits = f"waits {row['longest_wait_ms']:.1f} ms at most; first token of the other {row['first_token_ms']:.1f} ms"
+            waits = (
+                f"waits {row['longest_wait_ms']:.1f} ms at most; the other's first token {row['first_token_ms']:.1f} ms"
+            )
             lines.append(f"{row['way']:16} {row['size']:8} {speed}, {waits}")
             continue
         lines.append(f"{row['way']:16} {row['size']:8} {speed}, {row['percent_of_bound']:5.1f} % of the bound{shared}")

@@ -148,7 +148,7 @@ class SharedTurns:
         """Return how many rows go on with their texts: those of members, and calls that are about to join."""
         sharing = self._sharing
         rows = sum(len(each.starts) for each in (*sharing.members, *sharing.joining) if not each.has_ended)
-        return max(rows, sharing.calls - self.calls)
+        return max(rows, sharing.calls - self.calls - sharing.room.num_waiting)
 
     def _goes_on(self) -> bool:
         """Whether a step comes, as far as that is known."""

@@ -17,7 +17,8 @@ from ..decode.sources.step_source import StepSource
 from .member import Member
 from .slots import room_for, size_for, text_bytes
 
-#: texts that are in memory beside the slots: of a call whose prompt is read, and of one that waits for its slot
+#: texts beside the slots for which there is memory at least: of a call whose prompt is read, and of one that waits for
+#: its slot
 BESIDE = 2
 #: positions by which texts can grow, after a call has got slots, until one has to be given up
 _GROWTH = 2 * CAPACITY_STEP
@@ -67,6 +68,11 @@ class Room:
         self._inside: list[Ticket] = []  # their prompts are read, or wait for slots
 
     @property
+    def num_waiting(self) -> int:
+        """Calls that wait for room."""
+        return len(self._waiting)
+
+    @property
     def limit(self) -> int | None:
         """Bytes, or None if nobody has set a limit."""
         return min(self.limits.values(), default=None)
@@ -104,7 +110,7 @@ class Room:
             self._changed.notify_all()
 
     def _may_enter(self, ticket: Ticket) -> bool:
-        if ticket is not min(self._waiting, key=lambda each: each.age) or len(self._inside) >= BESIDE:
+        if ticket is not min(self._waiting, key=lambda each: each.age):
             return False
         sharing = self._sharing
         if self.limit is None or not (sharing.members or sharing.joining or self._inside):
@@ -112,7 +118,7 @@ class Room:
         rows = sum(each.rows for each in (ticket, *self._inside)) + sum(len(each.rows) for each in sharing.members)
         lengths = [each.length for each in (ticket, *self._inside)] + [each.floor for each in sharing.members]
         most = sharing.most(ticket.part)
-        return rows <= most and self._fits(ticket, size_for(rows), room_for(max(lengths) + _GROWTH))
+        return rows <= most and self._fits(ticket, size_for(rows), room_for(max(lengths) + _GROWTH), beside=ticket.rows)
 
     # ---- for the leader ---------------------------------------------------------------------------------------
 
@@ -126,12 +132,14 @@ class Room:
             self._sharing.resize(size)
         return self._fits(member, size, capacity)
 
-    def _fits(self, who: Ticket | Member, size: int, capacity: int) -> bool:
+    def _fits(self, who: Ticket | Member, size: int, capacity: int, beside: int = 0) -> bool:
+        """Whether the limit allows slots of such a size, and so many rows beside them and those that are there now."""
         limit = self.limit
         if limit is None:
             return True
         kv_dtype = who.kv_dtype if isinstance(who, Ticket) else who.cache.kv_dtype
-        needed = (size + BESIDE) * text_bytes(who.part, kv_dtype, capacity)
+        beside = max(BESIDE, beside + sum(each.rows for each in self._inside))
+        needed = (size + beside) * text_bytes(who.part, kv_dtype, capacity)
         if needed <= limit < needed + self._kept_bytes():  # texts come before what is kept for others
             for store in self.kept.values():
                 store.clear()

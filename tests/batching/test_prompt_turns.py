@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,7 @@ def test_the_share_of_rows_beside_prompts_that_wait(device):
 
     class Steps:
         lock, members, joining, calls = threading.RLock(), [], [], 0
+        room = SimpleNamespace(num_waiting=0)
 
     class Rows:
         has_ended = False
