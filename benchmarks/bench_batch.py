@@ -213,7 +213,8 @@ def rows_of(given: Any) -> list[dict]:
         facts |= {"prompt": given.prompt, "tokens": given.tokens, "slots": given.slots}
         facts |= {"tokens_per_second": round(spread.p50, 2), "spread_percent": spread.percent}
         facts["rows_a_step"] = round(sum(r * n for r, n in steps.items()) / shared, 2) if shared else None
-        made.append(facts | {"percent_of_bound": round(100 * spread.p50 / most, 1)})
+        facts["percent_of_bound"] = round(100 * spread.p50 / most, 1)
+        made.append(facts | dict.fromkeys(("longest_wait_ms", "first_token_ms")))
     for length in given.beside:
         beside_a_prompt(ours, prompts[0], length, options)
         found = [beside_a_prompt(ours, prompts[0], length, options) for _ in range(given.rounds)]
@@ -239,7 +240,7 @@ def text_of(rows: list[dict]) -> str:
     for row in rows:
         shared = "" if row["rows_a_step"] is None else f", {row['rows_a_step']:.1f} rows a step"
         speed = f"{row['tokens_per_second']:10.1f} tok/s{measure.plus_minus(row['spread_percent'])}"
-        if row.get("longest_wait_ms") is not None:
+        if row["longest_wait_ms"] is not None:
             waits = (
                 f"waits {row['longest_wait_ms']:.1f} ms at most; the other's first token {row['first_token_ms']:.1f} ms"
             )

@@ -1,9 +1,10 @@
 """Prompts beside steps: one at a time, in chunks, between which the rows that decode have their share of the time.
 
-A prompt that is read at once would stall every row for as long as it takes. So it is cut into chunks that take about as
-long as a step, and behind each the reader waits: rows have as much time for themselves as the chunk has taken where
-there are at least as many rows as prompts that wait, and their part of it where there are fewer, as at the beginning of
-many calls. The speed of the rows is at least half of what it is without prompts, or a fair part.
+A prompt that is read at once may stall every row for as long as it takes. So it is cut into chunks that take about as
+long as a step, as far as that is no waste. How many steps end while a chunk is read tells how much of their speed the
+rows have kept: all of it where steps run on other cores, nothing where a chunk takes all cores. If that was less than
+half, the reader waits until it is half: as long as the chunk has taken where rows stood still. Where more prompts wait
+than rows go on, as at the beginning of many calls, rows have that much less.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ import torch
 from ..decode.loops.call_scope import Cancelled, scope_here
 from ..decode.run.to_host import wait_for
 
-#: tokens of a chunk at least. A CPU reads the weights once for so many rows of a product; on a GPU the launches of a
-#: chunk's calls take as long for fewer tokens
-LEAST = {"cpu": 16, "cuda": 128}
+#: tokens of a chunk at least: with fewer, products of a CPU take longer for each token, and on a GPU the launches of a
+#: chunk's calls take as long
+LEAST = {"cpu": 64, "cuda": 256}
 #: and at most
 MOST = 4096
 #: a prompt that takes no longer than so many steps is read at once: its rows come the sooner
 SHORT = 4
 #: as many times the least, where neither steps nor chunks have been timed
 _UNKNOWN = 4
-#: share of the newest measurement in what is known of the speed of chunks and steps
-_NEWEST = 0.3
+#: share of the newest measurement in what is known of the speed of chunks, and of steps; and of a step beside a chunk,
+#: which takes longer
+_NEWEST, _BESIDE = 0.3, 0.03
 #: steps, by the time that they usually take, that a reader waits at most until one has ended: nobody may lead
 _MOST_STEPS = 3
 
@@ -56,6 +58,7 @@ class SharedTurns:
         self._is_stepping = False
         self.steps, self._steps_before = 0, -1
         self._not_before = 0.0
+        self._is_reading = False
         self._step_s: float | None = None
         self._token_s: dict[str, float] = {}
 
@@ -83,9 +86,10 @@ class SharedTurns:
             step_s, token_s = self._step_s, self._token_s.get(device.type)
             if not self._rows():
                 return None
-        if step_s is not None and token_s is not None and batch * length * token_s <= SHORT * step_s:
+        least = LEAST.get(device.type, LEAST["cuda"])
+        is_short = step_s is not None and token_s is not None and batch * length * token_s <= SHORT * step_s
+        if is_short or batch * length < 2 * least:
             return None
-        least = LEAST[device.type]
         if step_s is None or token_s is None:
             size = _UNKNOWN * least
         else:
@@ -106,14 +110,15 @@ class SharedTurns:
             is_shared = self._wait_for_turn(device, is_first)
             if scope is not None and scope.is_cancelled:
                 raise Cancelled
-            started = time.perf_counter()
+            started, before = time.perf_counter(), self.steps
+            self._is_reading = True
             yield
             if is_shared:
                 wait_for(device)
-                self._note_chunk(device, count, time.perf_counter() - started)
+                self._note_chunk(device, count, time.perf_counter() - started, before)
         finally:
             with self._sharing.lock:
-                self.blocks_steps = False
+                self.blocks_steps = self._is_reading = False
                 self._changed.notify_all()
 
     def _wait_for_turn(self, device: torch.device, is_first: bool) -> bool:
@@ -137,12 +142,15 @@ class SharedTurns:
                     self._changed.wait()
             return True
 
-    def _note_chunk(self, device: torch.device, count: int, seconds: float) -> None:
+    def _note_chunk(self, device: torch.device, count: int, seconds: float, steps_before: int) -> None:
         with self._sharing.lock:
-            known = self._token_s.get(device.type, seconds / count)
-            self._token_s[device.type] = known + _NEWEST * (seconds / count - known)
-            share = min(1.0, self._rows() / max(1, self.calls))
-            self._not_before, self._steps_before = time.perf_counter() + share * seconds, self.steps
+            if count >= LEAST.get(device.type, LEAST["cuda"]):  # shorter ones take as long
+                known = self._token_s.get(device.type, seconds / count)
+                self._token_s[device.type] = known + _NEWEST * (seconds / count - known)
+            kept = (self.steps - steps_before) * (self._step_s or 0.0) / seconds
+            share = min(1.0, self._rows() / max(1, self.calls)) * max(0.0, 1 - 2 * kept)
+            self._not_before = time.perf_counter() + share * seconds
+            self._steps_before = self.steps if share else -1
 
     def _rows(self) -> int:
         """Return how many rows go on with their texts: those of members, and calls that are about to join."""
@@ -167,7 +175,7 @@ class SharedTurns:
         self._is_stepping = False
         self.steps += 1
         known = seconds if self._step_s is None else self._step_s
-        self._step_s = known + _NEWEST * (min(seconds, 2 * known) - known)  # beside a chunk, a step takes longer
+        self._step_s = known + (_BESIDE if self._is_reading else _NEWEST) * (seconds - known)
         self._changed.notify_all()
 
 

@@ -156,7 +156,8 @@ def test_a_prompt_is_cancelled_between_its_chunks(device, reads, monkeypatch):
 
 
 def test_the_share_of_rows_beside_prompts_that_wait(device):
-    """As much time as a chunk has taken, or less where more calls wait for their first token than rows go on."""
+    """Rows that stood still have as much time as a chunk has taken; less where more calls wait for their first token
+    than rows go on, and where rows went on beside the chunk."""
 
     class Steps:
         lock, members, joining, calls = threading.RLock(), [], [], 0
@@ -170,8 +171,19 @@ def test_the_share_of_rows_beside_prompts_that_wait(device):
 
     steps = Steps()
     turns = prompt_turns.SharedTurns(steps)
-    for rows, waiting, share in ((1, 1, 1.0), (4, 1, 1.0), (1, 4, 0.25), (3, 4, 0.75), (0, 2, 0.0)):
+    for _ in range(50):
+        turns.end_step(1.0)
+    cases = (
+        (1, 1, 0, 1.0),
+        (4, 1, 0, 1.0),
+        (1, 4, 0, 0.25),
+        (3, 4, 0, 0.75),
+        (0, 2, 0, 0.0),
+        (4, 1, 20, 0.6),
+        (4, 1, 60, 0),
+    )
+    for rows, waiting, beside, share in (*cases, (4, 1, 60, 0.0)):
         steps.members, turns.calls, steps.calls = [Rows(rows)] * bool(rows), waiting, waiting + rows
         before = time.perf_counter()
-        turns._note_chunk(torch.device("cpu"), 16, 100.0)
+        turns._note_chunk(torch.device("cpu"), 16, 100.0, turns.steps - beside)
         assert 100 * share <= turns._not_before - before < 100 * share + 5
