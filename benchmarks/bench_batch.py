@@ -38,6 +38,7 @@ from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.batching.slots import text_bytes
 from hf_fastpath.bench import measure
 from hf_fastpath.compat import BaseStreamer
+from hf_fastpath.options import USUAL_BATCH
 from hf_fastpath.patching.state import state_of
 
 #: side of the square matrices whose product tells the speed of multiplications
@@ -174,7 +175,8 @@ def rows_of(given: Any) -> list[dict]:
     layers, width = map(int, given.size.split("x"))
     stock = model_of("llama", layers, width, dtype, device)
     stock.generation_config.eos_token_id = stock.config.eos_token_id = None  # every text has as many tokens
-    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, share_steps=True)
+    most = max(USUAL_BATCH, given.slots)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, share_steps=True, max_batch_size=most)
     chosen = random.Random(0)
     lengths = [chosen.randint(given.prompt // 2, given.prompt + given.prompt // 2) for _ in range(given.requests)]
     prompts = [[chosen.randrange(3, VOCAB) for _ in range(max(1, length))] for length in lengths]

@@ -171,8 +171,9 @@ def test_the_share_of_rows_beside_prompts_that_wait(device):
 
     steps = Steps()
     turns = prompt_turns.SharedTurns(steps)
-    for _ in range(50):
-        turns.end_step(1.0)
+    with steps.lock:
+        for _ in range(50):
+            turns.end_step(1.0)
     cases = (
         (1, 1, 0, 1.0),
         (4, 1, 0, 1.0),
