@@ -175,8 +175,8 @@ def rows_of(given: Any) -> list[dict]:
     layers, width = map(int, given.size.split("x"))
     stock = model_of("llama", layers, width, dtype, device)
     stock.generation_config.eos_token_id = stock.config.eos_token_id = None  # every text has as many tokens
-    most = max(USUAL_BATCH, given.slots)
-    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, share_steps=True, max_batch_size=most)
+    shares = dict(share_steps=True, max_batch_size=max(USUAL_BATCH, given.slots))
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, **shares)
     chosen = random.Random(0)
     lengths = [chosen.randint(given.prompt // 2, given.prompt + given.prompt // 2) for _ in range(given.requests)]
     prompts = [[chosen.randrange(3, VOCAB) for _ in range(max(1, length))] for length in lengths]
