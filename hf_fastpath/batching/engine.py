@@ -314,6 +314,8 @@ class Batch:
                     return found
                 else:
                     self._lock.wait()
+            if not self._running:
+                self._adapters.give_back()
             return None
 
     def _too_long(self, request: Request) -> ValueError | None:

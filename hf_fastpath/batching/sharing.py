@@ -174,13 +174,17 @@ class Sharing:
         finally:
             member.is_waiting = False
 
-    def _come_back(self, member: Member) -> None:
-        """Read the text of a member that has given up its slots again, once there is room, and let it join."""
+    def _come_back(self, member: Member, dropped: int = 0) -> None:
+        """Read the text of a member that has given up its slots again, once there is room, and let it join.
+
+        Args:
+            dropped: newest tokens that are not wanted.
+        """
         assert member.read_again is not None and member.ticket is not None, "else it keeps its slots"
         self._hand_over()
         member.ticket.length = member.floor
         self.room.enter(member.ticket, member.scope)
-        text = member.held_text()
+        text = member.held_text()[:, : member.length - 1 - dropped]
         self.lock.release()
         try:
             member.read_again(text)
@@ -209,7 +213,7 @@ class Sharing:
             if member.has_left:
                 return
             if wants_cache and member.is_out:
-                self._come_back(member)
+                self._come_back(member, member.ahead)
             self.room.leave(member.ticket)
             if member in self.joining:
                 self.joining.remove(member)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from batched import alone, patched, texts
 from in_thread import LONG
 from models import build, prompt, require_native
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import hf_fastpath
 from hf_fastpath import options as options_of
@@ -107,6 +108,34 @@ def test_the_youngest_gives_up_its_slot_and_reads_its_text_again(architecture, d
     )
 
 
+def test_a_call_that_has_given_up_its_slot_and_goes_on_alone(device, monkeypatch):
+    """A hook comes while it waits for room: stock code goes on behind the tokens that the call has taken."""
+    model, ids = patched(device=device), texts(8, device, seed=1)
+    options = dict(do_sample=False, max_new_tokens=199)
+    expected = [alone(model, each, **options) for each in ids]
+    limit = 6 * slots.text_bytes(state_of(model).plans.part_of(model), None, slots.capacity_for(240))
+    give_up, made, out, hooks, aheads = room.Room._give_up, [], [], [], []
+
+    def noted(self, member):
+        give_up(self, member)
+        out.append(member)
+
+    def hooks_then(seen, scores, **_):
+        for member in out:
+            if not hooks and member.scope is made[-1].scope and member.is_out:
+                hooks.append(model.model.layers[0].mlp.register_forward_hook(lambda *_: None))
+                aheads.append(member.ahead)
+        time.sleep(0.002)  # steps go on, as the leader chooses
+        return torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
+
+    monkeypatch.setattr(room.Room, "_give_up", noted)
+    with hf_fastpath.batch(model, max_memory=limit, **options) as batch:
+        made += [batch.submit(each) for each in ids[:7]]
+        made.append(batch.submit(ids[7], stopping_criteria=StoppingCriteriaList([hooks_then])))
+        assert [request.result(LONG).tokens for request in made] == expected
+    assert hooks and aheads[0] > 0
+
+
 @pytest.mark.parametrize("limited", (False, True))
 @pytest.mark.parametrize("kept", (None, "50MB"))
 def test_what_prompts_begin_with_is_read_once(limited, kept, device, monkeypatch):
@@ -125,7 +154,7 @@ def test_what_prompts_begin_with_is_read_once(limited, kept, device, monkeypatch
 
     monkeypatch.setattr(prompts, "read", noted)
     part = state_of(model).plans.part_of(model)
-    limit = 9 * slots.text_bytes(part, None, slots.capacity_for(200)) if limited else None
+    limit = 24 * slots.text_bytes(part, None, slots.capacity_for(200)) if limited else None
     with hf_fastpath.batch(model, max_memory=limit, **options) as batch:
         with state_of(model).sharing.prompts.prompt():  # until all have been submitted
             made = [batch.submit(each) for each in ids]
