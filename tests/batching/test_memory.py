@@ -16,7 +16,9 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 import hf_fastpath
 from hf_fastpath import options as options_of
 from hf_fastpath.batching import room, slots
+from hf_fastpath.batching.sharing import Sharing
 from hf_fastpath.decode.loops import prompt as prompts
+from hf_fastpath.decode.loops.call_scope import scope_here
 from hf_fastpath.patching.state import state_of
 
 
@@ -61,6 +63,23 @@ def test_memory_is_bounded(device, monkeypatch):
     assert 1 < max(hf_fastpath.report(model).stats["shared_steps"]) < 12
 
 
+def together(monkeypatch, count: int) -> None:
+    """Let nobody step before so many calls share steps, so that their texts grow together; once."""
+    turn, begun = Sharing._turn, []
+
+    def waits(self):
+        if begun:
+            return turn(self)
+        self._let_out()
+        self._let_in()
+        if len(self.members) >= count:
+            begun.append(True)
+        else:
+            self.changed.wait(0.001)
+
+    monkeypatch.setattr(Sharing, "_turn", waits)
+
+
 @pytest.mark.parametrize("architecture", ("llama", "gemma3_text"))
 def test_the_youngest_gives_up_its_slot_and_reads_its_text_again(architecture, device, monkeypatch):
     """Where texts grow beyond the memory: greedy, sampled, with a processor, streamed, and cancelled while it waits."""
@@ -78,6 +97,7 @@ def test_the_youngest_gives_up_its_slot_and_reads_its_text_again(architecture, d
     gc.collect()
     most = most_bytes(monkeypatch)
     sharing = state_of(model).sharing
+    together(monkeypatch, 5)
     with hf_fastpath.batch(model, max_memory=limit) as batch:
         made = [batch.submit(each, seed=number, **way) for number, (each, way) in enumerate(zip(ids, ways))]
         for number, request in enumerate(made):
@@ -95,6 +115,7 @@ def test_the_youngest_gives_up_its_slot_and_reads_its_text_again(architecture, d
                 member.scope.is_cancelled = True
 
         monkeypatch.setattr(room.Room, "_give_up", cancels)
+        together(monkeypatch, 5)
         made = [batch.submit(each, **dict(ways[0], max_new_tokens=199)) for each in ids]
         found = [request.result(LONG) for request in made]
         right = [alone(model, each, **dict(ways[0], max_new_tokens=199)) for each in ids]
@@ -110,11 +131,11 @@ def test_the_youngest_gives_up_its_slot_and_reads_its_text_again(architecture, d
 
 def test_a_call_that_has_given_up_its_slot_and_goes_on_alone(device, monkeypatch):
     """A hook comes while it waits for room: stock code goes on behind the tokens that the call has taken."""
-    model, ids = patched(device=device), texts(8, device, seed=1)
+    model, ids = patched(device=device), texts(5, device, seed=1)
     options = dict(do_sample=False, max_new_tokens=199)
     expected = [alone(model, each, **options) for each in ids]
     limit = 6 * slots.text_bytes(state_of(model).plans.part_of(model), None, slots.capacity_for(240))
-    give_up, made, out, hooks, aheads = room.Room._give_up, [], [], [], []
+    give_up, out, hooks, aheads = room.Room._give_up, [], [], []
 
     def noted(self, member):
         give_up(self, member)
@@ -122,16 +143,17 @@ def test_a_call_that_has_given_up_its_slot_and_goes_on_alone(device, monkeypatch
 
     def hooks_then(seen, scores, **_):
         for member in out:
-            if not hooks and member.scope is made[-1].scope and member.is_out:
+            if not hooks and member.scope is scope_here() and member.is_out:
                 hooks.append(model.model.layers[0].mlp.register_forward_hook(lambda *_: None))
                 aheads.append(member.ahead)
-        time.sleep(0.002)  # steps go on, as the leader chooses
+        time.sleep(0.005)  # steps go on meanwhile: the first request's thread leads
         return torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
 
     monkeypatch.setattr(room.Room, "_give_up", noted)
+    together(monkeypatch, 5)
     with hf_fastpath.batch(model, max_memory=limit, **options) as batch:
-        made += [batch.submit(each) for each in ids[:7]]
-        made.append(batch.submit(ids[7], stopping_criteria=StoppingCriteriaList([hooks_then])))
+        made = [batch.submit(ids[0])]
+        made += [batch.submit(each, stopping_criteria=StoppingCriteriaList([hooks_then])) for each in ids[1:]]
         assert [request.result(LONG).tokens for request in made] == expected
     assert hooks and aheads[0] > 0
 
