@@ -10,6 +10,8 @@ whose lengths are drawn from half to three halves of ``--prompt``. Rows:
 - ``one``: a single call at a time, on the patched model;
 - ``threads N``: N threads, each of which makes calls one after another, with ``patch(share_steps=True)``;
 - ``first of 2``: tokens a second of one thread's calls while another thread makes calls as well;
+- ``beside N``: tokens a second of one call while another call's prompt of N tokens is read, from that call's beginning
+  to its first token; ``longest_wait_ms`` is the longest time between two tokens then;
 - ``batch``: ``hf_fastpath.batch`` with so many slots;
 - ``generate_batch``: transformers' continuous batching on the unpatched model;
 - ``padded``: ``generate()`` of the patched model for as many prompts as there are slots, sorted by length;
@@ -19,6 +21,7 @@ whose lengths are drawn from half to three halves of ``--prompt``. Rows:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import threading
@@ -34,6 +37,8 @@ import hf_fastpath
 from hf_fastpath.bandwidth import measure_read_bandwidth
 from hf_fastpath.batching.slots import text_bytes
 from hf_fastpath.bench import measure
+from hf_fastpath.compat import BaseStreamer
+from hf_fastpath.options import USUAL_BATCH
 from hf_fastpath.patching.state import state_of
 
 #: side of the square matrices whose product tells the speed of multiplications
@@ -100,6 +105,61 @@ def with_a_neighbor(model: Any, prompts: list[list[int]], options: dict) -> floa
     return spent
 
 
+class _Clock(BaseStreamer):
+    """A streamer that notes when tokens come."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def beside_a_prompt(model: Any, prompt: list[int], length: int, options: dict) -> tuple[float, float, float]:
+    """Return tokens a second of a call while another call's prompt of so many tokens is read, the longest time between
+    two tokens in milliseconds, and the seconds from that call's beginning to its first token."""
+    clock, newcomer, chosen = _Clock(), _Clock(), random.Random(length)
+    ids = torch.tensor([prompt], device=model.device)
+    long = torch.tensor([[chosen.randrange(3, VOCAB) for _ in range(length)]], device=model.device)
+    over, threads = threading.Event(), torch.get_num_threads()
+
+    def first() -> None:
+        torch.set_num_threads(threads)
+        with contextlib.suppress(_Over):
+            model.generate(
+                ids, streamer=clock, stopping_criteria=[_ends_at(over)], **options | {"max_new_tokens": 8192}
+            )
+
+    beside = threading.Thread(target=first)
+    beside.start()
+    while len(clock.times) < 24:
+        time.sleep(0.001)
+    begun = time.perf_counter()
+    model.generate(long, streamer=newcomer, **options | {"max_new_tokens": 2})
+    over.set()
+    beside.join()
+    ended = newcomer.times[1]
+    times = [each for each in clock.times if begun <= each <= ended]
+    waits = [after - before for before, after in zip([begun, *times], [*times, ended])]
+    return len(times) / (ended - begun), 1000 * max(waits), ended - begun
+
+
+class _Over(Exception):
+    """Ends a call."""
+
+
+def _ends_at(over: threading.Event) -> Any:
+    def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if over.is_set():
+            raise _Over
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    return criterion
+
+
 def padded(model: Any, prompts: list[list[int]], rows: int, options: dict) -> None:
     """Call ``generate()`` for so many prompts at a time, sorted by length."""
     ordered = sorted(prompts, key=len)
@@ -115,7 +175,8 @@ def rows_of(given: Any) -> list[dict]:
     layers, width = map(int, given.size.split("x"))
     stock = model_of("llama", layers, width, dtype, device)
     stock.generation_config.eos_token_id = stock.config.eos_token_id = None  # every text has as many tokens
-    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, share_steps=True)
+    shares = dict(share_steps=True, max_batch_size=max(USUAL_BATCH, given.slots))
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True, **shares)
     chosen = random.Random(0)
     lengths = [chosen.randint(given.prompt // 2, given.prompt + given.prompt // 2) for _ in range(given.requests)]
     prompts = [[chosen.randrange(3, VOCAB) for _ in range(max(1, length))] for length in lengths]
@@ -154,7 +215,16 @@ def rows_of(given: Any) -> list[dict]:
         facts |= {"prompt": given.prompt, "tokens": given.tokens, "slots": given.slots}
         facts |= {"tokens_per_second": round(spread.p50, 2), "spread_percent": spread.percent}
         facts["rows_a_step"] = round(sum(r * n for r, n in steps.items()) / shared, 2) if shared else None
-        made.append(facts | {"percent_of_bound": round(100 * spread.p50 / most, 1)})
+        facts["percent_of_bound"] = round(100 * spread.p50 / most, 1)
+        made.append(facts | dict.fromkeys(("longest_wait_ms", "first_token_ms")))
+    for length in given.beside:
+        beside_a_prompt(ours, prompts[0], length, options)
+        found = [beside_a_prompt(ours, prompts[0], length, options) for _ in range(given.rounds)]
+        spread = measure.Spread.of([speed for speed, _, _ in found])
+        facts = dict(made[0], way=f"beside {length}", requests=1, tokens_per_second=round(spread.p50, 2))
+        facts |= dict(spread_percent=spread.percent, rows_a_step=None, percent_of_bound=None)
+        facts["longest_wait_ms"] = round(max(wait for _, wait, _ in found), 1)
+        made.append(facts | {"first_token_ms": round(1000 * min(seconds for _, _, seconds in found), 1)})
     bounds = dict(made[0], way="bound", requests=len(prompts), tokens_per_second=round(most, 2))
     return [*made, bounds | {"spread_percent": None, "rows_a_step": None, "percent_of_bound": 100.0}]
 
@@ -172,6 +242,12 @@ def text_of(rows: list[dict]) -> str:
     for row in rows:
         shared = "" if row["rows_a_step"] is None else f", {row['rows_a_step']:.1f} rows a step"
         speed = f"{row['tokens_per_second']:10.1f} tok/s{measure.plus_minus(row['spread_percent'])}"
+        if row["longest_wait_ms"] is not None:
+            waits = (
+                f"waits {row['longest_wait_ms']:.1f} ms at most; the other's first token {row['first_token_ms']:.1f} ms"
+            )
+            lines.append(f"{row['way']:16} {row['size']:8} {speed}, {waits}")
+            continue
         lines.append(f"{row['way']:16} {row['size']:8} {speed}, {row['percent_of_bound']:5.1f} % of the bound{shared}")
     return "\n".join(lines)
 
@@ -185,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--threads", nargs="+", type=int, default=[4, 16])
+    parser.add_argument("--beside", nargs="*", type=int, default=[1024], help="tokens of prompts beside a call")
     parser.add_argument("--without-stock", action="store_true", help="leave generate_batch() out")
     given = parser.parse_args(argv)
     measure.print_groups([rows_of(given)], text_of, given, "batch")

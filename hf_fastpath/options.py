@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +20,10 @@ from .quantization import FORMATS
 
 #: names that patch(ops=...) takes: the parts of an architecture, and the decode loop over all parts
 COMPONENTS = (*PARTS, "loop")
-#: sequences that patch(max_batch_size=) and a decode plan take at most: larger batches were not measured
-MAX_BATCH = 64
+#: sequences that patch(max_batch_size=) and a decode plan take at most
+MAX_BATCH = 256
+#: and where nobody says how many: larger batches were not measured on a GPU
+USUAL_BATCH = 64
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?)B?", re.IGNORECASE)
 _UNITS = {"": 1, "I": 1} | {unit: 1000**power for power, unit in enumerate("KMGT", 1)}
@@ -48,7 +52,7 @@ class Options:
         weights: Any = None,
         ops: Any = "all",
         strict: bool = False,
-        max_batch_size: int = MAX_BATCH,
+        max_batch_size: int = USUAL_BATCH,
         lm_head: Any = HEADS[0],
         keep_original: bool = True,
         page_size: int | None = None,
@@ -101,3 +105,32 @@ def bytes_of(size: Any, name: str) -> int:
     if type(number) is not int or number <= 0:
         raise ValueError(f"{name} is {size!r}, expected a number of bytes, such as '2GB' or 2_000_000_000, or None")
     return number
+
+
+def bytes_or_share(size: Any, device: torch.device) -> int:
+    """Return the bytes that ``max_memory=`` says: a number of them, or a share of the memory that is free on a device.
+
+    Raises:
+        ValueError: it says neither.
+    """
+    share = size
+    if isinstance(size, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", size.strip())):
+        share = float(found[1]) / 100
+    if not isinstance(share, float):
+        return bytes_of(size, "max_memory")
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"max_memory is {size!r}, expected bytes, such as '2GB', or a share above 0 and up to 1 (100%)"
+        )
+    return max(1, int(share * free_bytes(device)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of a device's memory that nobody uses."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists() and (found := re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())):
+        return int(found[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

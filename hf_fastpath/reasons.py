@@ -193,7 +193,7 @@ REASONS: dict[str, Reason] = {
         "leave out output_attentions, output_hidden_states and output_router_logits",
     ),
     "batch_size": Reason(
-        "more than 64 sequences (16 of mixtures on a GPU), or than max_batch_size, or 16 rows outside of the loop",
+        "more sequences than max_batch_size (64), 16 of most mixtures on a GPU, or 16 rows outside of the loop",
         "generate in smaller batches",
     ),
     "no_cache": Reason("no KV cache is in use (use_cache=False)", "leave use_cache on"),

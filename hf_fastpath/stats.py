@@ -54,6 +54,7 @@ class Stats:
         pages: counts of the newest cache with pages that ``generate()`` used, or None.
         prefixes: counts of prompts that begin as others did, or None if nothing is kept of these.
         shared_steps: rows that read a token -> number of steps that calls have shared with so many.
+        given_up_slots: how often a call has given up its place in these steps, to read its text again later.
     """
 
     fast_tokens: int = 0
@@ -64,6 +65,7 @@ class Stats:
     pages: PageCounts | None = None
     prefixes: PrefixCounts | None = None
     shared_steps: Counter = field(default_factory=Counter)
+    given_up_slots: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     #: of the thread: ``reasons``, (code, id of its module) of each reason noted in the call that it is in; ``made``,
     #: the tokens that it has counted; ``left`` and ``unseen``, see the methods that set them
@@ -120,6 +122,11 @@ class Stats:
         with self._lock:
             self.shared_steps[rows] += 1
 
+    def gave_up_slots(self) -> None:
+        """Count a call that gives up its slots, because memory does not suffice."""
+        with self._lock:
+            self.given_up_slots += 1
+
     def renew_lock(self) -> None:
         """Make a new lock: after a fork, a thread that the child does not have may hold the old one."""
         self._lock = threading.Lock()
@@ -158,4 +165,5 @@ class Stats:
                 "pages": None if self.pages is None else asdict(self.pages),
                 "prefixes": None if self.prefixes is None else asdict(self.prefixes),
                 "shared_steps": dict(sorted(self.shared_steps.items())),
+                "given_up_slots": self.given_up_slots,
             }

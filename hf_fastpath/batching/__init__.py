@@ -16,10 +16,17 @@ position and left padding of its own, which the ops of a step take by row, so a 
    warpers), the leader chooses for the member, which may so be ahead of its own streamer and stopping criteria: a
    callback that is slow delays nobody. Otherwise the member's thread gets logits and gives a token, and its rows wait
    meanwhile. What is chosen beyond the end that a criterion finds is dropped with the slot.
-5. A member leaves with its call: by its end, by an exception of its own callbacks, or by being cancelled. If somebody
+5. Prompts are read one at a time and, where a prompt would take longer than a few steps, in chunks: behind each the
+   rows of others have their share of the time (:class:`.prompt_turns.SharedTurns`).
+6. Where memory has a limit (:class:`.room.Room`), a call waits for room before it reads its prompt, and slots are as
+   small as their texts. Once these have grown beyond it, the youngest member gives up its slots. Its tokens are kept:
+   its thread waits for room, reads the whole text again and joins anew, as the same member.
+7. A member leaves with its call: by its end, by an exception of its own callbacks, or by being cancelled. If somebody
    reads the call's cache afterwards, the slots' keys and values are copied back there.
 
 :func:`.engine.batch` puts a queue of requests on top: each is a call of ``generate()`` in a thread of a small pool, so
-that every argument means what it means there. A model or call whose rows cannot be slots
-(``decode.loops.shared_calls.why_not_shared``) runs as without this folder, one request after the other.
+that every argument means what it means there. Requests whose prompts begin alike share what is made of their beginning
+(:class:`.beginnings.Beginnings`), and those with different adapters take turns (:class:`.adapters.AdapterTurns`). A
+model or call whose rows cannot be slots (``decode.loops.shared_calls.why_not_shared``) runs as without this folder, one
+request after the other.
 """

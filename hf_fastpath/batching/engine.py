@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -17,15 +18,16 @@ from .. import compat
 from ..decode.loops.call_scope import CallScope, Cancelled, in_scope
 from ..decode.loops.patched import STATE_KEY
 from ..decode.loops.shared_calls import why_model_not_shared
-from ..options import MAX_BATCH, bytes_of
+from ..options import MAX_BATCH, bytes_or_share
+from .adapters import AdapterTurns
+from .beginnings import Beginnings
 from .logprobs import logprobs
-from .request import Request, Result, Tokens
-from .slots import capacity_for, size_for, text_bytes
+from .request import Request, Result, Tokens, inputs_of, is_end, most_new_tokens
+from .room import BESIDE
+from .slots import capacity_for, text_bytes
 
-#: texts that are in memory beside the slots: of a request whose prompt is read, and of one that waits for its slot
-_BESIDE = 2
-#: tokens that generate() makes if nobody says how many
-_DEFAULT_TOKENS = 20
+#: bytes in which beginnings are kept that prompts have in common
+_KEPT_BYTES = 256 << 20
 
 
 def batch(
@@ -33,7 +35,7 @@ def batch(
     prompts: Iterable[Any] | None = None,
     *,
     slots: int | None = None,
-    max_memory: int | str | None = None,
+    max_memory: int | float | str | None = None,
     tokenizer: Any = None,
     **defaults: Any,
 ) -> Batch:
@@ -48,8 +50,10 @@ def batch(
         prompts: prompts to submit, which are taken from the iterable when there is room; None to submit them by
             :meth:`Batch.submit`.
         slots: requests that run at once, at most; None for ``patch(max_batch_size=)``.
-        max_memory: bytes of keys and values, such as ``"2GB"``, that requests take at most; None for no limit beside
-            ``slots``. A request whose own text is too long for that fails.
+        max_memory: bytes of keys and values, such as ``"2GB"``, that requests take at most, or a share of the memory
+            that is free on the device now, such as ``"50%"`` or 0.5; None for no limit beside ``slots``. Where texts
+            grow beyond it, the youngest request gives up its slot, and reads its text again later; a request whose own
+            text is too long fails before it starts.
         tokenizer: reads prompts that are text, and makes text of the results; None: prompts are tokens.
         defaults: arguments of :meth:`Batch.submit` for requests that do not give them.
 
@@ -72,7 +76,7 @@ class Batch:
         prompts: Iterable[Any] | None = None,
         *,
         slots: int | None = None,
-        max_memory: int | str | None = None,
+        max_memory: int | float | str | None = None,
         tokenizer: Any = None,
         **defaults: Any,
     ):
@@ -83,7 +87,7 @@ class Batch:
         slots = most if slots is None else slots
         if type(slots) is not int or not 1 <= slots <= most:
             raise ValueError(f"slots is {slots!r}, expected a whole number from 1 to {most}, the max_batch_size")
-        self._limit = None if max_memory is None else bytes_of(max_memory, "max_memory")
+        self._limit = None if max_memory is None else bytes_or_share(max_memory, inner.device)
         self._model: Any = model
         self._inner, self._state, self._slots = inner, state, slots
         self._tokenizer, self._defaults = tokenizer, defaults
@@ -95,7 +99,13 @@ class Batch:
         self._ended: dict[Request, Result] = {}  # in the order in which they ended; nobody has seen these results
         self._watchers: list[Callable[[], None]] = []
         self._count, self._threads, self._is_closed = 0, 0, False
+        self._config = getattr(inner, "generation_config", None)
+        self._adapters = AdapterTurns(inner)
+        self._beginnings = Beginnings(state, _KEPT_BYTES)
         self._torch_threads = torch.get_num_threads()
+        if self._limit is not None:
+            with state.sharing.lock:
+                state.sharing.room.limits[self] = self._limit
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -107,6 +117,7 @@ class Batch:
         seed: int | None = None,
         logprobs: bool | None = None,
         stream: bool | None = None,
+        adapter: str | None = None,
         **arguments: Any,
     ) -> Request:
         """Add a request.
@@ -118,6 +129,8 @@ class Batch:
             seed: of its samples; None to draw from PyTorch's default generator.
             logprobs: whether its result has log-probabilities.
             stream: whether :meth:`.request.Request.tokens` gives its tokens while they come.
+            adapter: name of the PEFT adapter that alone is active for the request; None for those that are active when
+                the batch has nothing else to do. Requests with different adapters take turns, and share no steps.
             arguments: of ``generate()``: ``max_new_tokens``, ``do_sample``, ``temperature``, ``eos_token_id``,
                 processors, stopping criteria, ...
 
@@ -129,65 +142,37 @@ class Batch:
         seed = given.pop("seed", None) if seed is None else seed
         wants = bool(given.pop("logprobs", False)) if logprobs is None else logprobs
         streams = bool(given.pop("stream", False)) if stream is None else stream
-        given.pop("seed", None), given.pop("logprobs", None), given.pop("stream", None)
+        adapter = given.pop("adapter", None) if adapter is None else adapter
+        for name in ("seed", "logprobs", "stream", "adapter"):
+            given.pop(name, None)
+        self._adapters.check(adapter, given)
         if given.get("num_return_sequences", 1) not in (None, 1):
             raise ValueError(
                 f"num_return_sequences is {given['num_return_sequences']}, expected 1: submit the prompt several times"
             )
-        given |= self._inputs(prompt)
-        ids = given.get("input_ids")
+        given |= inputs_of(prompt, self._inner.device, self._tokenizer)
         device = self._inner.device
         scope = CallScope(True, None, wants, self._alone_turn)
         if seed is not None:
             scope.generator = torch.Generator(device).manual_seed(seed)
+        known = [] if (ids := given.get("input_ids")) is None else ids[0].tolist()
+        scope.prefixes = functools.partial(self._beginnings.of, known)
         streamer = Tokens() if streams else None
         if streamer is not None:
             given["streamer"] = streamer
-        known = [] if ids is None else ids[0].tolist()
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("submit() to a batch that is closed: make another one")
             name = str(self._count) if id is None else id
             self._count += 1
-            made = Request(name, known, given, scope, self._new_tokens(given), streamer, self)
+            made = Request(name, known, given, scope, most_new_tokens(given, self._config), streamer, self, adapter)
             self._waiting.append(made)
+            self._beginnings.add(known)
             if self._threads < min(self._slots, len(self._waiting) + len(self._running)):
                 self._threads += 1
                 threading.Thread(target=self._work, name="hf_fastpath.batch", daemon=True).start()
             self._lock.notify_all()
         return made
-
-    def _inputs(self, prompt: Any) -> dict[str, Any]:
-        """Return the arguments of ``generate()`` that hold a prompt.
-
-        Raises:
-            ValueError: it is none.
-        """
-        device = self._inner.device
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError("a prompt is text, and the batch has no tokenizer: pass tokenizer=, or tokens")
-            prompt = self._tokenizer(prompt, return_tensors="pt")
-        if hasattr(prompt, "keys"):
-            given = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in prompt.items()}
-        else:
-            ids = torch.as_tensor(prompt)
-            given = {"input_ids": (ids[None] if ids.dim() == 1 else ids).to(device)}
-        found = given.get("input_ids")
-        if found is not None and (found.dim() != 2 or len(found) != 1 or found.is_floating_point()):
-            what = f"{found.dtype} {tuple(found.shape)}"
-            raise ValueError(f"a prompt is {what}, expected whole numbers [seq_len] or [1, seq_len]: submit rows apart")
-        return given
-
-    def _new_tokens(self, given: dict[str, Any]) -> int:
-        """Return how many tokens a request may get."""
-        configs = [given.get("generation_config"), getattr(self._inner, "generation_config", None)]
-        for name in ("max_new_tokens", "max_length"):
-            for each in (given.get(name), *(getattr(config, name, None) for config in configs)):
-                if each is not None:
-                    ids = given.get("input_ids")
-                    return max(0, each - (0 if name == "max_new_tokens" or ids is None else ids.shape[1]))
-        return _DEFAULT_TOKENS
 
     def cancel(self, request: Request) -> None:
         """See :meth:`.request.Request.cancel`."""
@@ -207,6 +192,8 @@ class Batch:
         for request in unfinished:
             self.cancel(request)
         here = threading.current_thread()
+        with self._state.sharing.lock:
+            self._state.sharing.room.limits.pop(self, None)
         with self._lock:
             while self._threads and here.name != "hf_fastpath.batch":
                 self._lock.wait()
@@ -287,6 +274,7 @@ class Batch:
         times = dict(created_at=request.created_at, started_at=request.started_at, ended_at=time.perf_counter())
         vars(result).update(times)
         self._ended[request] = result
+        self._beginnings.remove(request.prompt)
         request.finish(result)
         for wake in self._watchers:
             wake()
@@ -302,6 +290,8 @@ class Batch:
                 result = self._run(request)
                 with self._lock:
                     self._running.remove(request)
+                    if not (self._running or self._waiting):
+                        self._adapters.give_back()
                     self._finish(request, result)
         finally:
             with self._lock:
@@ -317,30 +307,25 @@ class Batch:
                 if too_long is not None:
                     self._waiting.popleft()
                     self._finish(request, _failed(request, too_long))
-                elif self._has_room([*self._running, request]):
-                    self._waiting.popleft()
-                    self._running.append(request)
-                    request.started_at = time.perf_counter()
-                    return request
+                elif (found := self._adapters.next_of(self._waiting, self._running)) is not None:
+                    self._waiting.remove(found)
+                    self._running.append(found)
+                    found.started_at = time.perf_counter()
+                    return found
                 else:
                     self._lock.wait()
+            if not self._running:
+                self._adapters.give_back()
             return None
 
-    def _bytes(self, requests: list[Request]) -> int:
-        """Return the bytes that keys and values of requests take at most; 0 if the model shares no steps."""
-        part = self._state.plans.part_of(self._inner)
-        if self._limit is None or part is None or why_model_not_shared(self._state, part) is not None:
-            return 0
-        shared = self._state.sharing.slots
-        room = capacity_for(max(each.length for each in requests))
-        room = max(room, 0 if shared is None or len(requests) == 1 else shared.capacity)
-        return (size_for(len(requests)) + _BESIDE) * text_bytes(part, self._state.options.kv_dtype, room)
-
-    def _has_room(self, requests: list[Request]) -> bool:
-        return self._limit is None or len(requests) == 1 or self._bytes(requests) <= self._limit
-
     def _too_long(self, request: Request) -> ValueError | None:
-        if self._limit is None or (needed := self._bytes([request])) <= self._limit:
+        if self._limit is None:
+            return None
+        part = self._state.plans.part_of(self._inner)
+        if part is None or why_model_not_shared(self._state, part) is not None:
+            return None
+        needed = (1 + BESIDE) * text_bytes(part, self._state.options.kv_dtype, capacity_for(request.length))
+        if needed <= self._limit:
             return None
         return ValueError(
             f"request {request.id} has up to {request.length} tokens, whose keys and values take {needed} bytes, and "
@@ -368,15 +353,9 @@ class Batch:
         if scope.is_cancelled:
             return Result(request.id, request.prompt, tokens, "cancelled", logprobs)
         text = None if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
-        reason = "length" if len(tokens) >= request.new_tokens and not self._is_end(given, tokens) else "stop"
+        has_end = bool(tokens) and is_end(tokens[-1], given, self._config)
+        reason = "length" if len(tokens) >= request.new_tokens and not has_end else "stop"
         return Result(request.id, request.prompt, tokens, reason, logprobs, text)
-
-    def _is_end(self, given: dict[str, Any], tokens: list[int]) -> bool:
-        """Whether the last token is an end token."""
-        config = given.get("generation_config") or self._inner.generation_config
-        ends = given.get("eos_token_id", getattr(config, "eos_token_id", None))
-        known = ends if isinstance(ends, (list, tuple)) else [ends]
-        return bool(tokens) and tokens[-1] in [int(each) for each in known if each is not None]
 
     def _logprobs(self, scope: CallScope, ids: torch.Tensor, count: int) -> list[float]:
         """Return the log-probabilities of the last ``count`` tokens; stock code has kept none, so that the text is read

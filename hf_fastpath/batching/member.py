@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,12 @@ class Member:
         has_ended: all rows have ended; the chooser sees that.
         error: what has ended the member, or None.
         is_waiting: its thread waits for the leader.
+        is_out: it has given up its slots, and reads its text again before it goes on.
+        floor: tokens of a row for which there has to be room: those that it has, or all that it may get if it cannot
+            give up its slots.
+        read_again: reads texts again, int64 [rows, seq_len] on the CPU, into the cache, which is empty; or None.
+        text: int64 [rows, length - 1] on the CPU, what the rows held when the call joined; None if it is not known.
+        ticket: of the call, see ``room.Ticket``; or None.
         think_s: seconds that the thread usually takes to give a token.
     """
 
@@ -76,8 +82,14 @@ class Member:
     is_waiting: bool = False
     has_left: bool = False
     think_s: float = 0.0
+    is_out: bool = False
+    read_again: Callable[[torch.Tensor], None] | None = None
+    text: torch.Tensor | None = None
+    ticket: Any = None
 
     def __post_init__(self) -> None:
+        self.age = 0 if self.ticket is None else self.ticket.age
+        self._read: list[list[int]] = []  # of each step, the tokens that the rows have read
         self.ready = threading.Condition(self.sharing.lock)
         self._chosen: deque[Chosen] = deque()
         self._has_begun = False  # the leader has the first tokens
@@ -87,6 +99,23 @@ class Member:
     def max_length(self) -> int | None:
         """Tokens that a row will have at most, as far as that is known."""
         return None if self.chooser is None else self.chooser.max_length
+
+    @property
+    def floor(self) -> int:
+        return self.length if self.read_again is not None else max(self.length, self.max_length or 0)
+
+    def can_read_again(self) -> bool:
+        """Whether the member can give up its slots, and go on later."""
+        if self.has_ended:
+            return self.cache.is_dropped
+        shape = len(self.starts), self.length - 1
+        device, is_padded = self.part.embedding.weight.device, any(self.starts)
+        return self.read_again is not None and self.part.prompts.form(device, shape, 0, is_padded) is not None
+
+    def held_text(self) -> torch.Tensor:
+        """Return int64 [rows, length - 1] on the CPU, what the slots hold of a member that can read it again."""
+        assert self.text is not None, "it has read it"
+        return torch.cat((self.text, torch.tensor(self._read, device="cpu").view(-1, len(self.starts)).T), dim=1)
 
     @property
     def ahead(self) -> int:
@@ -164,8 +193,8 @@ class Member:
 
     def take_logits(self, logits: torch.Tensor) -> None:
         """Take the logits of a step, [rows, vocab_size], valid until the next one: the member's thread chooses."""
+        self._go_on(self.due)
         self.logits, self.due = logits.clone(), None
-        self._go_on()
 
     def take_tokens(self, logits: torch.Tensor, tokens: list[int]) -> None:
         """Take what the leader has chosen, while others may look at the member.
@@ -181,7 +210,7 @@ class Member:
             self.unfinished = [on and token not in ends for token, on in zip(tokens, self.unfinished)]
         wants_logprobs = self.scope is not None and self.scope.wants_logprobs
         logprobs = logprobs_of(logits, torch.tensor(tokens, device=logits.device)) if wants_logprobs else None
-        self._go_on()
+        self._go_on(self.due)
         is_longest = self.max_length is not None and self.length >= self.max_length
         if is_longest or not any(self.unfinished):
             self.logits, self.due = logits.clone(), None
@@ -190,6 +219,8 @@ class Member:
         self._chosen.append(Chosen(tokens, logprobs))
         self.has_ended = self.due is None
 
-    def _go_on(self) -> None:
+    def _go_on(self, tokens: list[int] | None) -> None:
+        if self.read_again is not None and tokens is not None:
+            self._read.append(tokens)
         self.length += 1
         self.positions = [position + 1 for position in self.positions]

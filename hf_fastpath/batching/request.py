@@ -15,6 +15,9 @@ import torch
 from ..compat import BaseStreamer
 from ..decode.loops.call_scope import CallScope
 
+#: tokens that generate() makes if nobody says how many
+_DEFAULT_TOKENS = 20
+
 
 @dataclass(frozen=True)
 class Result:
@@ -84,6 +87,7 @@ class Request:
     new_tokens: int
     streamer: Tokens | None
     owner: Any
+    adapter: str | None = None
     created_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
     _result: Result | None = None
@@ -169,3 +173,48 @@ class Request:
         self._done.set()
         if self.streamer is not None:
             self.streamer.end()  # also behind a failure, where generate() does not
+
+
+def inputs_of(prompt: Any, device: torch.device, tokenizer: Any) -> dict[str, Any]:
+    """Return the arguments of ``generate()`` that hold a prompt.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a prompt is text, and the batch has no tokenizer: pass tokenizer=, or tokens")
+        prompt = tokenizer(prompt, return_tensors="pt")
+    if hasattr(prompt, "keys"):
+        given = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in prompt.items()}
+    else:
+        ids = torch.as_tensor(prompt)
+        given = {"input_ids": (ids[None] if ids.dim() == 1 else ids).to(device)}
+    found = given.get("input_ids")
+    if found is not None and (found.dim() != 2 or len(found) != 1 or found.is_floating_point()):
+        what = f"{found.dtype} {tuple(found.shape)}"
+        raise ValueError(f"a prompt is {what}, expected whole numbers [seq_len] or [1, seq_len]: submit rows apart")
+    return given
+
+
+def most_new_tokens(given: dict[str, Any], config: Any) -> int:
+    """Return how many tokens a request may get.
+
+    Args:
+        given: arguments of ``generate()``.
+        config: the model's own configuration of generation, or None.
+    """
+    configs = [given.get("generation_config"), config]
+    for name in ("max_new_tokens", "max_length"):
+        for each in (given.get(name), *(getattr(config, name, None) for config in configs)):
+            if each is not None:
+                ids = given.get("input_ids")
+                return max(0, each - (0 if name == "max_new_tokens" or ids is None else ids.shape[1]))
+    return _DEFAULT_TOKENS
+
+
+def is_end(token: int, given: dict[str, Any], config: Any) -> bool:
+    """Whether a token ends the text of a request; arguments are those of :func:`most_new_tokens`."""
+    ends = given.get("eos_token_id", getattr(given.get("generation_config") or config, "eos_token_id", None))
+    known = ends if isinstance(ends, (list, tuple)) else [ends]
+    return token in [int(each) for each in known if each is not None]

@@ -18,6 +18,8 @@ from ..options import MAX_BATCH, Options
 from ..stats import Stats
 from .choosing import Chooser, choose
 from .member import Member
+from .prompt_turns import SharedTurns
+from .room import Room, Ticket
 from .slots import Slots
 
 #: seconds that a step waits at least for members whose callbacks are at work; it waits no longer than a step takes, or
@@ -43,8 +45,8 @@ class Sharing:
         members: the calls that have slots.
         joining: the calls that wait for slots, in the order in which they came.
         slots: the present ones, or None.
-        prompt_turn: entered while a prompt is read: two threads that start as many small kernels hand the GIL to each
-            other at each of them, and take ten times as long as one after the other.
+        prompts: gives prompts their turns beside the steps.
+        room: the memory of slots.
         has_new_weights: a callback has changed the model since the last step.
     """
 
@@ -56,7 +58,7 @@ class Sharing:
         """Forget what threads hold: in the child of a fork, these threads do not exist."""
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # a leader waits for tokens and for slots
-        self.prompt_turn = threading.Lock()
+        self.prompts, self.room = SharedTurns(self), Room(self)
         self.calls = 0
         self.leader: int | None = None  # the thread that leads
         self.members: list[Member] = []
@@ -79,6 +81,29 @@ class Sharing:
             with self.lock:
                 self.calls -= 1
 
+    def enter(
+        self, part: StepSource, kv_dtype: torch.dtype | None, rows: int, length: int, scope: CallScope | None
+    ) -> Ticket:
+        """Wait until there is room for a call that has not read its prompt; :meth:`leave_room` has to follow.
+
+        Args:
+            part: the model.
+            kv_dtype: storage type of the call's keys and values, None for the model's own.
+            rows, length: of the call, see ``room.Ticket``.
+            scope: of the call, or None.
+
+        Raises:
+            Cancelled: the request of the call is cancelled.
+        """
+        ticket = Ticket(part, kv_dtype, rows, length)
+        with self.lock:
+            self.room.enter(ticket, scope)
+        return ticket
+
+    def leave_room(self, ticket: Ticket) -> None:
+        with self.lock:
+            self.room.leave(ticket)
+
     def member(self, part: StepSource, cache: FastpathCache, scope: CallScope | None, **given: Any) -> Member:
         """Make a member of a call, which has no slots yet.
 
@@ -86,8 +111,8 @@ class Sharing:
             part: the model, without a reason against sharing.
             cache: of the call.
             scope: of the call, or None.
-            given: ``length``, ``positions``, ``starts``, ``unfinished``, ``most_ahead``, and the fields of ``chooser``
-                or None.
+            given: ``length``, ``positions``, ``starts``, ``unfinished``, ``most_ahead``, ``ticket``, ``text``,
+                ``read_again``, and the fields of ``chooser`` or None.
         """
         chooser = given.pop("chooser")
         made = None if chooser is None else Chooser(**chooser)
@@ -128,6 +153,9 @@ class Sharing:
                         raise member.error
                     if member.is_cancelled:
                         raise Cancelled
+                    if member.is_out:
+                        self._come_back(member)
+                        continue
                     if self.leader is not None:
                         self._stand_by(member)
                         continue
@@ -145,6 +173,26 @@ class Sharing:
             member.ready.wait()
         finally:
             member.is_waiting = False
+
+    def _come_back(self, member: Member, dropped: int = 0) -> None:
+        """Read the text of a member that has given up its slots again, once there is room, and let it join.
+
+        Args:
+            dropped: newest tokens that are not wanted.
+        """
+        assert member.read_again is not None and member.ticket is not None, "else it keeps its slots"
+        self._hand_over()
+        member.ticket.length = member.floor
+        self.room.enter(member.ticket, member.scope)
+        text = member.held_text()[:, : member.length - 1 - dropped]
+        self.lock.release()
+        try:
+            member.read_again(text)
+        finally:
+            self.lock.acquire()
+        member.is_out = False
+        self.joining.append(member)
+        self.changed.notify_all()
 
     def _hand_over(self) -> None:
         """Wake a thread that has to lead now."""
@@ -164,6 +212,9 @@ class Sharing:
         with self.lock:
             if member.has_left:
                 return
+            if wants_cache and member.is_out:
+                self._come_back(member, member.ahead)
+            self.room.leave(member.ticket)
             if member in self.joining:
                 self.joining.remove(member)
                 member.has_left = True
@@ -195,6 +246,8 @@ class Sharing:
         """Run a step, or wait for something to do. The caller holds the lock, and leads."""
         self._let_out()
         self._let_in()
+        if self.slots is not None and self.members:
+            self.room.make_room()
         due = [member for member in self.members if member.is_due]
         if not due:
             self.changed.wait(_IDLE)
@@ -209,11 +262,15 @@ class Sharing:
         if self.has_new_weights:
             self.has_new_weights = False
             self.slots.take_on_weights()
-        self.lock.release()
         try:
-            failed = self._step(self.slots, due, tokens)
+            self.prompts.begin_step()
+            self.lock.release()
+            try:
+                failed = self._step(self.slots, due, tokens)
+            finally:
+                self.lock.acquire()
         finally:
-            self.lock.acquire()
+            self.prompts.end_step(self._step_s)
         for member in due:
             if failed is not None:
                 member.error, member.due = failed, None
@@ -268,7 +325,8 @@ class Sharing:
         return is_thinking and member.think_s <= patience
 
     def _let_out(self) -> None:
-        have_gone = bool(self.leaving)
+        if have_gone := bool(self.leaving):
+            self.room.note_change()
         for member, wants_cache in self.leaving:
             if member in self.members:
                 self.members.remove(member)
@@ -284,19 +342,29 @@ class Sharing:
             self.slots = None
             return
         if have_gone and not self.joining:
-            places = self.slots.shrink(min(self.calls, self._most(self.slots.part)))
-            for member in self.members if places else ():
-                member.rows = [places[row] for row in member.rows]
+            needed = 1 if self.room.limit is not None else min(self.calls, self.most(self.slots.part))
+            self._move(self.slots.shrink(needed))
             self.slots.give_up_room(max(member.max_length or member.length for member in self.members))
+
+    def resize(self, size: int) -> None:
+        """Go on with so many slots, of which all that are taken have to fit."""
+        assert self.slots is not None
+        self._move(self.slots.resize(size))
+
+    def _move(self, places: dict[int, int]) -> None:
+        for member in self.members if places else ():
+            member.rows = [places[row] for row in member.rows]
 
     def _let_in(self) -> None:
         """Give slots to the calls that wait for them, as many as there is room for, the first ones first."""
         while self.joining and self._has_room(member := self.joining[0]):
             try:
-                others = min(self.calls, self._most(member.part))  # which read their prompts
+                is_limited = self.room.limit is not None
+                others = 0 if is_limited else min(self.calls, self.most(member.part))  # which read their prompts
                 if self.slots is None:
                     needed = max(len(member.starts), others)
-                    self.slots = Slots(self.plans, member.part, member.cache.kv_dtype, needed)
+                    self.slots = Slots(self.plans, member.part, member.cache.kv_dtype, needed, is_limited)
+                self.slots.is_limited = is_limited
                 if member.max_length is not None:
                     self.slots.expect(member.max_length)
                 self.slots.grow(max(self.slots.count + len(member.starts), others))
@@ -305,6 +373,7 @@ class Sharing:
             except Exception as error:  # memory, for one: those who have slots go on
                 member.error = error
             self.joining.pop(0)
+            self.room.leave(member.ticket)
             self.members += [member] * (member.error is None)
             if member.error is None and member.cache.is_dropped:
                 for layer in member.cache.key_layers:
@@ -318,8 +387,9 @@ class Sharing:
             return True
         if (self.slots.fingerprint, self.slots.kv_dtype) != (member.fingerprint, member.cache.kv_dtype):
             return False  # the model has changed while others run
-        return self.slots.count + len(member.starts) <= self._most(member.part)
+        rows = self.slots.count + len(member.starts)
+        return rows <= self.most(member.part) and self.room.takes(member, rows)
 
-    def _most(self, part: StepSource) -> int:
+    def most(self, part: StepSource) -> int:
         """Return how many slots there may be."""
         return min(self.options.max_batch_size, part.max_batch, MAX_BATCH)

@@ -32,17 +32,26 @@ class Slots:
     Attributes:
         fingerprint: of the model as it was when the slots were made.
         taken: of each slot, whether a text is there.
+        is_limited: slots take no more memory than their texts need now.
     """
 
     plan: RowsPlan
     _cache: FastpathCache
 
-    def __init__(self, plans: PlanCache, part: StepSource, kv_dtype: torch.dtype | None, slots: int = 1):
+    def __init__(
+        self,
+        plans: PlanCache,
+        part: StepSource,
+        kv_dtype: torch.dtype | None,
+        slots: int = 1,
+        is_limited: bool = False,
+    ):
         self.fingerprint = plans.fingerprint_of(part)
         self.part, self.kv_dtype = part, kv_dtype
         self.taken: list[bool] = []
         self._plans, self._expected = plans, 0
-        self._resize(size_for(slots))
+        self.is_limited = is_limited
+        self.resize(size_for(slots))
 
     @property
     def count(self) -> int:
@@ -63,18 +72,27 @@ class Slots:
     def give_up_room(self, length: int) -> None:
         """Go on with shorter slots if those that there are have twice the room for texts of ``length`` tokens."""
         if self.capacity >= _TOO_LARGE * capacity_for(length):
-            self._expected = length
-            self._resize(len(self.taken))
+            self._expected = 0 if self.is_limited else length
+            self.resize(len(self.taken))
 
     def expect(self, length: int) -> None:
         """Announce how many tokens a text will have at most."""
-        self._expected = max(length, self._expected)
-        self._cache.expect(self._expected)
+        if not self.is_limited:
+            self._expected = max(length, self._expected)
+            self._cache.expect(self._expected)
+
+    def widen(self, capacity: int) -> None:
+        """Have so many positions in every slot, of layers without a window."""
+        held = self.plan.longest
+        for layer in self._cache.key_layers:
+            layer.hold_rows(held)
+        if any([layer.widen(capacity) for layer in self._cache.key_layers]):
+            self.plan.bind()
 
     def grow(self, slots: int) -> None:
         """Have at least so many slots, where there are too few."""
         if slots > len(self.taken):
-            self._resize(size_for(slots))
+            self.resize(size_for(slots))
 
     def take(self, source: FastpathCache, length: int, positions: Sequence[int], starts: Sequence[int]) -> list[int]:
         """Put the texts of a call into free slots, of which there are enough.
@@ -108,7 +126,9 @@ class Slots:
         held = self.plan.longest
         for layer in self._cache.key_layers:
             layer.hold_rows(held)
-        if length >= held and self._cache.reserve(length + 1 - held):
+        if self.is_limited:
+            self.widen(room_for(length + 1))
+        elif length >= held and self._cache.reserve(length + 1 - held):
             self.plan.bind()
 
     def give_back(self, rows: Sequence[int], target: FastpathCache | None, ahead: int = 0) -> None:
@@ -146,9 +166,9 @@ class Slots:
             Slot -> the slot where its text is now; empty if nothing has changed.
         """
         size = size_for(max(1, slots, self.count))
-        return self._resize(size) if size * _FREE_SHARE <= len(self.taken) else {}
+        return self.resize(size) if size * _FREE_SHARE <= len(self.taken) else {}
 
-    def _resize(self, size: int) -> dict[int, int]:
+    def resize(self, size: int) -> dict[int, int]:
         """Go on with ``size`` slots; return slot -> the slot where its text is now."""
         rows = [slot for slot, taken in enumerate(self.taken) if taken]
         places = {slot: slot if size >= len(self.taken) else place for place, slot in enumerate(rows)}
@@ -161,7 +181,7 @@ class Slots:
             longest = self.plan.longest
             self.plan.end()  # it holds the buffers, of which one layer after the other is given up
             for own, its in zip(cache.key_layers, self._cache.key_layers):
-                own.reserve(longest + 1)
+                own.widen(room_for(longest + 1)) if self.is_limited else own.reserve(longest + 1)
                 for slot, place in places.items():
                     own.put_rows(its, {slot: place}, texts[place][0])
                 its.forget()
@@ -184,6 +204,11 @@ class Slots:
 def size_for(slots: int) -> int:
     """Return how many slots a plan has of which so many are needed."""
     return next(size for size in SIZES if size >= slots)
+
+
+def room_for(length: int) -> int:
+    """Return the positions of a slot that holds ``length`` tokens, if it is no larger than that takes."""
+    return -(-length // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def capacity_for(length: int) -> int:

@@ -229,6 +229,14 @@ class BufferedLayer(EditableLayer):
         self._resize(grown if ring is None else min(grown, ring))
         return True
 
+    def widen(self, capacity: int) -> bool:
+        """Have at least so many slots, or all of a ring; return whether the buffers moved."""
+        ring = self._ring_capacity()
+        capacity = capacity if ring is None else min(capacity, ring)
+        if moves := self.capacity < capacity:
+            self._resize(capacity)
+        return moves
+
     def _grown(self, needed: int) -> int:
         """Return the capacity of buffers that have to hold so many positions."""
         if needed < self.expected_length:

@@ -2,7 +2,7 @@
 
 ``compat`` may import ``choices`` and nothing else of the package. Every folder may import it, by ``compat.name``."""
 
-from .adapters import ActiveAdapters, active_adapters, is_of_adapters
+from .adapters import ActiveAdapters, active_adapters, adapter_names, is_of_adapters, use_adapter
 from .caches import (
     CACHE,
     CACHES,

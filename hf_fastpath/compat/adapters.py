@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,48 @@ def active_adapters(model: nn.Module) -> dict[str, ActiveAdapters]:
         for path, module in model.named_modules()
         if hasattr(module, "other_param_names") and "base_layer" in module._modules
     }
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """Return the names of the adapters that layers of a model have, in the order in which they are found."""
+    found: dict[str, None] = {}
+    for module in _with_adapters(model):
+        for each in getattr(module, "adapter_layer_names", ("modules_to_save",)):
+            found |= dict.fromkeys(sorted(_names_in(getattr(module, each, None))))
+    return list(found)
+
+
+def use_adapter(model: nn.Module, name: str) -> Callable[[], None]:
+    """Make an adapter the only active one of all layers that have adapters.
+
+    Remove when: PEFT gives back what was active, and which parameters wanted gradients.
+
+    Returns:
+        Makes those active that were so before.
+    """
+    modules = _with_adapters(model)
+    wanted = [(each, each.requires_grad) for module in modules for each in module.parameters()]
+    active = [(module, module.active_adapter) for module in modules]
+
+    def give_back() -> None:
+        for module, names in active:
+            module.set_adapter(names)
+        for each, wants_gradient in wanted:
+            each.requires_grad_(wants_gradient)
+
+    for module in modules:
+        module.set_adapter(name)
+    for each, wants_gradient in wanted:
+        each.requires_grad_(wants_gradient)
+    return give_back
+
+
+def _with_adapters(model: nn.Module) -> list[Any]:
+    has_adapters = lambda module: hasattr(module, "set_adapter") and hasattr(module, "active_adapter")  # noqa: E731
+    of_layers = (
+        each for each in model.modules() if hasattr(each, "other_param_names") or hasattr(each, "modules_to_save")
+    )
+    return [each for each in of_layers if has_adapters(each)]
 
 
 def is_of_adapters(place: str, layers: Mapping[str, ActiveAdapters]) -> bool:

@@ -18,7 +18,7 @@ from ..compat import Conv1D, check_sizes, class_named, few_modules, model_of_con
 from ..linears.packed_experts import DOWN, GATE_UP, PackedStacks
 from ..linears.packed_linear import PackedLinear
 from ..native import huge_pages, loader
-from ..options import MAX_BATCH, Options
+from ..options import USUAL_BATCH, Options
 from ..patching.api import patch_with
 from ..patching.state import PatchState, state_of
 from ..quantization.formats import (
@@ -49,7 +49,7 @@ def load_packed(
     kv_dtype: str | torch.dtype = "auto",
     ops: str | Iterable[str] = "all",
     strict: bool = False,
-    max_batch_size: int = MAX_BATCH,
+    max_batch_size: int = USUAL_BATCH,
     quiet: bool = False,
     page_size: int | None = None,
     prefix_cache: int | str | None = None,

@@ -15,7 +15,7 @@ from torch import nn
 from .. import compat
 from ..decode.loops.generate_calls import agreed_reason
 from ..native import huge_pages, loader
-from ..options import HEADS, MAX_BATCH, Options
+from ..options import HEADS, USUAL_BATCH, Options
 from ..progress import announced
 from ..reasons import explained, named
 from ..recording.family import Recorded
@@ -41,7 +41,7 @@ def patch(
     weights: str | None = None,
     ops: str | Iterable[str] = "all",
     strict: bool = False,
-    max_batch_size: int = MAX_BATCH,
+    max_batch_size: int = USUAL_BATCH,
     lm_head: str = HEADS[0],
     keep_original: bool = True,
     quiet: bool = False,
@@ -69,7 +69,7 @@ def patch(
             them.
         ops: ``"all"``, or names out of ``norm``, ``mlp``, ``attention``, ``layer``, ``loop``.
         strict: raise FallbackError wherever stock code would run instead of our code.
-        max_batch_size: sequences the decode loop takes at most, 1 to 64.
+        max_batch_size: sequences the decode loop takes at most, 1 to 256.
         quiet: print no report. Else it goes to stderr.
         page_size: positions of a page, a power of two from 16 on: ``generate()`` then keeps keys and values in pages
             that sequences share, see ``FastpathCache``. With None, every layer has one buffer.

@@ -156,7 +156,9 @@ class Report:
             lines.append(f"  prefixes: {PrefixCounts(**stats['prefixes'])}")
         if shared := stats["shared_steps"]:
             steps, rows = sum(shared.values()), sum(rows * count for rows, count in shared.items())
-            lines.append(f"  shared: {steps} steps of {rows / steps:.1f} rows a step, at most {max(shared)}")
+            count = stats["given_up_slots"]
+            again = f"; {count} times a text was read again for want of memory" if count else ""
+            lines.append(f"  shared: {steps} steps of {rows / steps:.1f} rows a step, at most {max(shared)}{again}")
         for code, count in stats["reasons"].items():
             lines.append(f"  {count} x {explained(code, _several(stats['details'].get(code, [])))}")
         return "\n".join(lines)

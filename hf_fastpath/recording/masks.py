@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..options import MAX_BATCH
+from ..options import USUAL_BATCH
 from . import marks
 from .recorded_step import Unrecordable
 
@@ -34,7 +34,7 @@ def is_known(function: Any, looks_up: bool = False) -> bool:
         return False
     inside = [cell.cell_contents for cell in function.__closure__ or ()]
     inside = [part for each in inside for part in (each if isinstance(each, (list, tuple)) else (each,))]
-    if not looks_up and any(each.numel() > MAX_BATCH for each in inside if isinstance(each, torch.Tensor)):
+    if not looks_up and any(each.numel() > USUAL_BATCH for each in inside if isinstance(each, torch.Tensor)):
         return False
     return compat.is_mask_function(function) and all(is_known(each, looks_up) for each in filter(callable, inside))
 

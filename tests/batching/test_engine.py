@@ -10,27 +10,14 @@ import time
 
 import pytest
 import torch
+from batched import alone, patched, texts
 from in_thread import LONG
-from models import CPU, VOCAB, build, prompt, require_native
+from models import VOCAB, build, prompt, require_native
 from transformers import LogitsProcessorList
 
 import hf_fastpath
 from hf_fastpath.batching import engine, slots
 from hf_fastpath.patching.state import state_of
-
-
-def patched(architecture: str = "llama", device=CPU, **changes):
-    require_native(device)
-    return hf_fastpath.patch(build(architecture, **changes).to(device), quiet=True)
-
-
-def texts(count: int, device, seed: int = 0) -> list[torch.Tensor]:
-    chosen = random.Random(seed)
-    return [prompt(device, 1, chosen.randint(1, 40), seed=number) for number in range(count)]
-
-
-def alone(model, ids, **options) -> list[int]:
-    return model.generate(ids, **options)[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("architecture", ("llama", "mistral"))
@@ -75,13 +62,21 @@ def test_async(device):
         with hf_fastpath.batch(model, ids, **options) as batch:
             async for result in batch:
                 found[int(result.id)] = result.tokens
-            waited = await batch.submit(ids[0]).wait()
+            waited = await batch.submit(ids[0], logprobs=True).wait()
             request = batch.submit(ids[1], stream=True)
-            return found, waited, [token async for token in request.stream()]
+            streamed = [token async for token in request.stream()]
+            endless = batch.submit(ids[2], stream=True, max_new_tokens=5000)
+            async for _ in endless.stream():
+                endless.cancel()
+            sampled = [await batch.submit(ids[3], seed=4, do_sample=True).wait() for _ in range(2)]
+            return found, waited, streamed, endless.result(), sampled
 
-    found, waited, streamed = asyncio.run(main())
+    found, waited, streamed, cancelled, sampled = asyncio.run(main())
     assert [found[number] for number in range(5)] == expected
-    assert waited.tokens == expected[0] and streamed == expected[1]
+    assert waited.tokens == expected[0] and len(waited.logprobs) == 6 and streamed == expected[1]
+    assert cancelled.finish_reason == "cancelled" and 0 < len(cancelled.tokens) < 5000
+    torch.manual_seed(4)
+    assert [each.tokens for each in sampled] == [alone(model, ids[3], max_new_tokens=6, do_sample=True)] * 2
 
 
 def test_samples_are_those_of_their_seed(device):
@@ -169,36 +164,6 @@ def test_a_request_is_cancelled_and_one_fails(device):
     assert state_of(model).sharing.slots is None
 
 
-def test_memory_is_bounded(device, monkeypatch):
-    """Slots and the caches of calls take no more than was said; what can never fit fails by itself."""
-    model, ids = patched(device=device), texts(12, device)
-    options = dict(max_new_tokens=30, do_sample=False)
-    part = state_of(model).plans.part_of(model)
-    limit = 6 * slots.text_bytes(part, None, slots.capacity_for(250))
-    most, step = [0], slots.Slots.step
-
-    def looked_at(self, tokens):
-        caches = (each for each in gc.get_objects() if isinstance(each, hf_fastpath.FastpathCache))
-        held = {buffer for cache in caches for layer in cache.key_layers for buffer in layer.buffers}
-        most[0] = max(most[0], sum(buffer.nbytes for buffer in held))
-        return step(self, tokens)
-
-    expected = [alone(model, each, **options) for each in ids]
-    gc.collect()
-    monkeypatch.setattr(slots.Slots, "step", looked_at)
-    with hf_fastpath.batch(model, max_memory=limit, **options) as batch:
-        made = [
-            batch.submit(each, **({"max_new_tokens": 200} if number == 3 else {})) for number, each in enumerate(ids)
-        ]
-        too_long = batch.submit(ids[0], max_new_tokens=800)
-        found = [request.result(LONG).tokens for request in made]
-        assert [tokens[:30] for tokens in found] == expected
-        with pytest.raises(ValueError, match=r"up to \d+ tokens, whose keys and values take \d+ bytes, and max_memory"):
-            too_long.result(LONG)
-    assert 0 < most[0] <= limit
-    assert 1 < max(hf_fastpath.report(model).stats["shared_steps"]) < 12
-
-
 def test_what_shares_no_steps_runs_one_after_another(device):
     """Beams, and a model with recurrent states; the reason is told."""
     model, ids = patched(device=device), texts(3, device)
@@ -235,21 +200,26 @@ def test_nobody_waits_forever(device):
     assert sorted(order, key=int) == [each.id for each in (*before, long, *after)]
 
 
-def test_a_soak_of_requests(device):
-    """Random lengths, settings, cancelled and failing ones: all answers are right, and nothing is left."""
+@pytest.mark.parametrize(("count", "slots_"), ((200, 16), pytest.param(5000, 64, marks=pytest.mark.full)))
+@pytest.mark.parametrize("limited", (False, True))
+def test_a_soak_of_requests(count, slots_, limited, device):
+    """Random lengths, settings, beginnings, cancelled and failing ones: all answers are right, and nothing is left."""
     model, chosen = patched("gpt2", device), random.Random(5)
     options = dict(do_sample=False)
-    ids = texts(24, device, seed=3)
-    expected = [alone(model, each, max_new_tokens=24, **options) for each in ids]
+    begin = prompt(device, 1, 35, seed=9)
+    ids = [each if number % 3 else torch.cat((begin, each), 1) for number, each in enumerate(texts(24, device, seed=3))]
+    expected = [alone(model, each, max_new_tokens=44, **options) for each in ids]
+    part, sharing = state_of(model).plans.part_of(model), state_of(model).sharing
+    limit = (slots_ // 2 + 2) * slots.text_bytes(part, None, 128) if limited else None
 
     def fails(ids, scores):
         raise ZeroDivisionError("of the user's own")
 
     def run(count):
-        with hf_fastpath.batch(model, slots=16, **options) as batch:
+        with hf_fastpath.batch(model, slots=slots_, max_memory=limit, **options) as batch:
             made = []
             for _ in range(count):
-                which, tokens = chosen.randrange(24), chosen.randint(1, 24)
+                which, tokens = chosen.randrange(24), chosen.randint(1, 44)
                 kind = chosen.choice(("plain",) * 8 + ("cancelled", "failing", "stream"))
                 given = dict(logits_processor=LogitsProcessorList([fails])) if kind == "failing" else {}
                 request = batch.submit(ids[which], max_new_tokens=tokens, stream=kind == "stream", **given)
@@ -267,20 +237,57 @@ def test_a_soak_of_requests(device):
                     assert result.tokens in ([], right)
                 else:
                     assert result.tokens == right and (kind != "stream" or list(request.tokens()) == right)
-            assert not batch._ended and not batch._running
+            assert not batch._ended and not batch._running and not batch._beginnings._first_pages
+        assert not sharing.room._waiting and not sharing.room._inside and not sharing.prompts.calls
+
+    def tensors() -> int:
+        state_of(model).plans.clear()  # there is one of each number of slots that has occurred
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
 
     run(60)
-    gc.collect()
-    before = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+    before = tensors()
     threads = threading.active_count()
-    run(200)
-    gc.collect()
-    assert sum(isinstance(each, torch.Tensor) for each in gc.get_objects()) <= before + 20
+    run(count)
+    assert tensors() <= before + 20
     until = time.monotonic() + LONG
     while threading.active_count() > threads and time.monotonic() < until:
         time.sleep(0.01)
     assert threading.active_count() <= threads
-    assert state_of(model).sharing.slots is None and not state_of(model).sharing.calls
+    assert sharing.slots is None and not sharing.calls
+
+
+def test_adapters_by_request(device):
+    """Requests with different adapters take turns; behind them, those that were active are so again."""
+    require_native(device)
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    lora = dict(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(**lora), adapter_name="first")
+    model.add_adapter("second", peft.LoraConfig(**lora | dict(r=3)))
+    hf_fastpath.patch(model.to(device).eval(), quiet=True)
+    ids, options = texts(9, device), dict(max_new_tokens=12, do_sample=False)
+    expected = []
+    for number, each in enumerate(ids):
+        model.set_adapter(("first", "second")[number % 2])
+        expected.append(alone(model, each, **options))
+    model.set_adapter("first")
+    assert expected[1] != alone(model, ids[1], **options), "the adapters are hardly different"
+    wanted = {name: each.requires_grad for name, each in model.named_parameters()}
+    with hf_fastpath.batch(model, slots=4, **options) as batch:
+        names = [(None, "second")[number % 2] for number in range(len(ids))]
+        made = [batch.submit(each, adapter=name) for each, name in zip(ids, names)]
+        order = [int(result.id) for result in batch]
+        found = [request.result(LONG).tokens for request in made]
+        with pytest.raises(ValueError, match="adapter is 'secnd', expected one of first, second. Did you mean"):
+            batch.submit(ids[0], adapter="secnd")
+        with pytest.raises(ValueError, match=r"adapter_names is .* submit\(prompt, adapter='name'\)"):
+            batch.submit(ids[0], adapter_names=["second"])
+    assert found == expected and sorted(order) == list(range(len(ids)))
+    assert {name: each.requires_grad for name, each in model.named_parameters()} == wanted
+    assert alone(model, ids[0], **options) == expected[0]
+    with pytest.raises(ValueError, match="expected None: the model has no adapters"):
+        hf_fastpath.batch(patched(device=device), adapter="first").submit(ids[0])
 
 
 def test_bad_input(device):
@@ -292,6 +299,9 @@ def test_bad_input(device):
             hf_fastpath.batch(model, slots=slots_)
     with pytest.raises(ValueError, match="max_memory is 'much', expected a number of bytes"):
         hf_fastpath.batch(model, max_memory="much")
+    for share in (0.0, 1.5, "200%"):
+        with pytest.raises(ValueError, match="expected bytes, such as '2GB', or a share"):
+            hf_fastpath.batch(model, max_memory=share)
     batch = hf_fastpath.batch(model)
     with pytest.raises(ValueError, match="the batch has no tokenizer"):
         batch.submit("text")

@@ -127,6 +127,21 @@ def test_batches_with_padding_among_others(device):
     assert max(steps) == 3 + 1 + 1 + 2
 
 
+@pytest.mark.parametrize("architecture", ("llama", "qwen3_moe"))
+def test_more_than_64_rows(architecture, device):
+    """A mixture of float32 on a GPU has 16 at most."""
+    model = sharing(architecture, device, max_batch_size=128)
+    calls = [dict(input_ids=prompt(device, 70, 9)), dict(input_ids=prompt(device, 20, 5, seed=3))]
+    alone = [torch.cat([model.generate(each[None], **GREEDY) for each in call["input_ids"][::9]]) for call in calls]
+    if architecture == "qwen3_moe" and device.type == "cuda":
+        found = [model.generate(**call, **GREEDY) for call in calls]
+        assert hf_fastpath.report(model).stats["details"]["batch_size"]
+    else:
+        found, steps = together(model, calls, **GREEDY)
+        assert max(steps) == 90
+    assert all(ours[::9].equal(expected) for ours, expected in zip(found, alone))
+
+
 def test_end_tokens_end_rows_at_different_times(device):
     model = sharing("llama", device)
     calls = [*prompts(device), dict(input_ids=prompt(device, 3, 9))]

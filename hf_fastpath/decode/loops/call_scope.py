@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,8 @@ class CallScope:
         wants_logprobs: keep log-probabilities of the tokens, by the model's own logits.
         alone_turn: entered by a call that shares no steps, while it runs.
         logprobs: float32 [rows], of each new token.
+        prefixes: asked when the prompt is read; gives what is known of prompts that begin alike
+            (:class:`.prefixes.Prefixes`), or None. It does not matter with ``patch(prefix_cache=)``.
         is_cancelled: the call is to end with :class:`Cancelled`.
     """
 
@@ -33,6 +35,7 @@ class CallScope:
     wants_logprobs: bool = False
     alone_turn: AbstractContextManager[Any] = field(default_factory=nullcontext)
     logprobs: list[torch.Tensor] = field(default_factory=list)
+    prefixes: Callable[[], Any] = lambda: None
     is_cancelled: bool = False
 
 

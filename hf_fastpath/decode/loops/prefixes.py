@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,10 @@ class Prefixes:
         self.weights_stay = True
         self.store, self.counts = PrefixStore(limit), PrefixCounts(limit)
         self._facts: tuple[weakref.ref[Snapshot], bool, list[bool]] | None = None
+
+    def keeping(self) -> AbstractContextManager[Any]:
+        """Return what is entered while texts are kept beside calls that run."""
+        return nullcontext()
 
     def forget_other_threads(self) -> None:
         """Forget what threads hold: in the child of a fork, these threads do not exist."""
@@ -237,6 +242,14 @@ class PrefixCall:
             return logits.clone()
         finally:
             plan.end()
+
+    def keep_prompt(self) -> None:
+        """Keep the prompts as soon as they were read, for calls that run beside this one. With windows or states, their
+        ends are kept while they are read."""
+        if not has_ends(self._cache):
+            assert self._guard, "the host waits for the sum before others wait for the host"
+            with self._prefixes.keeping():
+                self._keep(self._ids)
 
     def keep(self, ids: torch.Tensor, may_have_changed: bool) -> None:
         """Keep the texts that the cache holds at the end of the call.

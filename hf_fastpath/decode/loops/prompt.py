@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from . import multimodal, short_prompts
 from .generate_calls import position_ids_of
 from .prefixes import PrefixCall, Prefixes
 from .prompt_program import Prompt, PromptProgram, keys_and_values, states_of
+from .prompt_turns import ALONE, PromptTurns
 
 _aten = torch.ops.aten
 
@@ -175,6 +177,48 @@ def read_turn(
         reader.end()
 
 
+def _read_in_turns(
+    plans: PlanCache, part: StepSource, cache: FastpathCache, given: Prompt, turns: PromptTurns, asked: int | None
+) -> torch.Tensor | None:
+    """Do as :func:`read` in chunks of as many tokens as are asked for, or as leave other calls their turns; return None
+    if no list of calls reads the prompt."""
+    device, (batch, length) = given.tokens.device, given.tokens.shape
+    fair = turns.chunk_size(device, batch, length)
+    size = asked
+    if fair is not None and fair < min(length, asked or length) and is_readable(part, cache, given, fair):
+        size = fair
+    elif not is_readable(part, cache, given, asked):
+        return None
+    logits, programs = None, plans.prompt_programs_of(part)
+    for number, chunk in enumerate(given.chunks(size)):
+        with turns.chunk(device, chunk.tokens.numel(), number == 0), compat.below_autograd():
+            logits = read(part, cache, chunk, programs)
+    return logits
+
+
+def read_again(
+    plans: PlanCache,
+    part: StepSource,
+    cache: FastpathCache,
+    ids: torch.Tensor,
+    starts: torch.Tensor | None,
+    turns: PromptTurns,
+) -> None:
+    """Read texts from their beginnings into an empty cache.
+
+    Args:
+        plans, part: the model.
+        ids: int64 [batch, seq_len].
+        starts: [batch], left padding, or None for none.
+        turns: asked before each chunk.
+    """
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    if starts is not None:
+        positions = (positions - starts[:, None]).clamp(min=0)
+    if _read_in_turns(plans, part, cache, Prompt(ids, positions, starts), turns, None) is None:
+        raise RuntimeError(f"a text of {ids.shape[1]} tokens cannot be read again: unpatch() and patch() the model")
+
+
 def read_text(
     plans: PlanCache,
     model: Any,
@@ -184,6 +228,7 @@ def read_text(
     model_kwargs: dict,
     starts: torch.Tensor | None,
     prefixes: Prefixes | None = None,
+    turns: PromptTurns = ALONE,
 ) -> tuple[torch.Tensor, PrefixCall | None]:
     """Run the prompt of ``generate()`` and append it to the cache, by :func:`read_turn`, :func:`read` or the model.
 
@@ -193,6 +238,7 @@ def read_text(
         ids, config, model_kwargs: of ``generate()``.
         starts: [batch], left padding of each row, or None.
         prefixes: of the model, or None.
+        turns: asked before each chunk.
 
     Returns:
         [batch, vocab_size] logits of the first token; and what keeps the texts at the end of the call, or None.
@@ -202,10 +248,11 @@ def read_text(
     cache = model_kwargs[compat.CACHE]
     with reading_prompt(hidden_bytes):
         if multimodal.has_more_than_tokens(part, model_kwargs):
-            return compat.prefill(model, ids, config, model_kwargs).logits[:, -1], None
+            with turns.chunk(ids.device, max(1, ids.numel())):
+                return compat.prefill(model, ids, config, model_kwargs).logits[:, -1], None
         alike = repeats(ids, config.num_return_sequences, cache)
         padding = starts if starts is not None and starts.any() else None
-        texts = _Texts(plans, model, part, ids, config, model_kwargs, padding).every(alike)
+        texts = _Texts(plans, model, part, ids, config, model_kwargs, padding, turns).every(alike)
         found = None
         if prefixes is not None:
             found = prefixes.call(plans, part, texts.ids, texts.starts, config, texts.model_kwargs)
@@ -224,6 +271,7 @@ class _Texts:
         plans, model, part: the model.
         ids, config, model_kwargs: as for :func:`read_text`.
         starts: [batch], left padding of each row, or None for none.
+        turns: asked before each chunk.
     """
 
     plans: PlanCache
@@ -233,6 +281,7 @@ class _Texts:
     config: Any
     model_kwargs: dict
     starts: torch.Tensor | None
+    turns: PromptTurns
 
     def every(self, count: int) -> _Texts:
         """Return every ``count``-th of the sequences."""
@@ -266,13 +315,14 @@ class _Texts:
         tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
         positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
         given = Prompt(tokens, positions, self.starts)
-        logits = read_turn(part, cache, given, functools.partial(self.plans.draft_plan, part, cache))
-        if logits is None and is_readable(part, cache, given, config.prefill_chunk_size):
-            programs = self.plans.prompt_programs_of(part)
-            with compat.below_autograd():
-                for chunk in given.chunks(config.prefill_chunk_size):
-                    logits = read(part, cache, chunk, programs)
+        device, turns = tokens.device, self.turns
+        size = self.config.prefill_chunk_size
+        is_turn = device.type in _CAPTURES and cache.get_seq_length() and tokens.shape[1] <= MAX_QUERY_LEN
+        with turns.chunk(device, max(1, tokens.numel())) if is_turn else nullcontext():
+            logits = read_turn(part, cache, given, functools.partial(self.plans.draft_plan, part, cache))
         if logits is None:
-            with compat.text_cache(cache).reading_prompt():
+            logits = _read_in_turns(self.plans, part, cache, given, turns, size)
+        if logits is None:
+            with turns.chunk(device, max(1, ids.numel())), compat.text_cache(cache).reading_prompt():
                 logits = compat.prefill(self.model, ids, config, model_kwargs).logits[:, -1]
         return logits

@@ -39,6 +39,7 @@ from .generate_calls import (
 )
 from .multimodal import Behind
 from .patched import Patched
+from .prompt_turns import ALONE
 from .shared_calls import SharedCall, logprobs_of, to_tokens, with_request
 from .stand_in import StandIn
 from .tokens_ahead import Pending, TokensAhead
@@ -161,9 +162,18 @@ class _Loop(TokensAhead):
         starts = None if mask is None else (mask == 0).sum(1)
         next_positions, seen = next_positions_of(behind, self.ids, self.config, model_kwargs), behind.seen
         state, given = self.state, (self.model, part, self.ids, self.config, model_kwargs, starts)
+        if self.shared is not None:
+            self.shared.enter(part, cache, self)
         takes_turns = self.shared is not None or self.scope is not None
-        with state.sharing.prompt_turn if takes_turns else nullcontext():
-            next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes)
+        with state.sharing.prompts.prompt() if takes_turns else nullcontext(ALONE) as turns:
+            prefixes = state.prefixes
+            if prefixes is None and self.shared is not None and self.scope is not None:
+                prefixes = self.scope.prefixes()
+            next_logits, prefix = prompt.read_text(state.plans, *given, prefixes, turns)
+            if prefix is not None and self.shared is not None:
+                prefix.keep_prompt()
+        if state.prefixes is None:
+            prefix = None  # the text is not kept at its end
         started, first = time.perf_counter(), True
         plan: AnyPlan | None = None
         plan_chooses = self.plan_chooses()

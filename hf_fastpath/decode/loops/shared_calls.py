@@ -13,10 +13,12 @@ from ...cache.buffers import RING_SLACK
 from ...cache.fastpath_cache import FastpathCache
 from ...reasons import Cause
 from ..model.modules import is_packed
+from ..run.to_host import wait_for
 from ..sources.step_source import StepSource
 from .call_scope import CallScope, scope_here
 from .generate_calls import end_tokens, ends_by_length_or_token
 from .patched import Patched
+from .prompt import read_again
 
 
 def why_not_shared(state: Patched, part: StepSource, cache: Any, config: Any, criteria: Any) -> Cause | None:
@@ -69,6 +71,8 @@ class SharedCall:
     def __init__(self, state: Patched, scope: CallScope | None):
         self.sharing, self.scope = state.sharing, scope
         self.is_joined = False
+        self.ticket: Any = None  # of the call in the room of the slots
+        self._plans = state.plans
 
     @classmethod
     @contextmanager
@@ -88,7 +92,23 @@ class SharedCall:
             yield None
             return
         with state.sharing.call():
-            yield cls(state, scope)
+            made = cls(state, scope)
+            try:
+                yield made
+            finally:
+                if made.ticket is not None:
+                    state.sharing.leave_room(made.ticket)
+
+    def enter(self, part: StepSource, cache: FastpathCache, loop: Any) -> None:
+        """Wait until there is room for the prompt, and for the rows behind it.
+
+        Raises:
+            Cancelled: the request of the call is cancelled.
+        """
+        longest = loop.length + 1
+        if not cache.is_dropped and loop.max_length is not None:
+            longest = max(longest, loop.max_length)
+        self.ticket = self.sharing.enter(part, cache.kv_dtype, loop.batch, longest, self.scope)
 
     def is_due(self, part: StepSource, cache: FastpathCache) -> bool:
         """Whether the call joins now: others are under way, which have the model as it is."""
@@ -121,11 +141,30 @@ class SharedCall:
             return None
         self.is_joined = True
         given: dict[str, Any] = dict(length=held + 1, positions=places, chooser=self._chooser(loop, held + 1))
+        given |= dict(ticket=self.ticket, starts=[0] * loop.batch if starts is None else starts.tolist())
         has_windows = any(kind.window is not None for kind in part.kinds)
+        given |= self._to_read_again(part, cache, loop, places, given["starts"])
         given["most_ahead"] = RING_SLACK if has_windows and not self.ends_itself(loop) else None
-        given["starts"] = [0] * loop.batch if starts is None else starts.tolist()
         given["unfinished"] = [bool(each) for each in loop.unfinished.tolist()]
         return self.sharing.join(self.sharing.member(part, cache, self.scope, **given))
+
+    def _to_read_again(
+        self, part: StepSource, cache: FastpathCache, loop: Any, positions: list[int], starts: list[int]
+    ) -> dict[str, Any]:
+        """Return what a member needs to read its text again, where that is known: its tokens are all that the cache
+        holds, at the positions behind each other, and nobody reads the cache."""
+        held = cache.get_seq_length()
+        is_plain = loop.ids.shape[1] == held + 1 and positions == [held - start for start in starts]
+        if not (is_plain and cache.is_dropped) or part.is_multimodal:
+            return {}
+
+        def again(text: torch.Tensor) -> None:
+            with self.sharing.prompts.prompt() as turns:
+                padding = torch.tensor(starts, device=loop.device) if any(starts) else None
+                read_again(self._plans, part, cache, text.to(loop.device), padding, turns)
+                wait_for(loop.device)  # another thread's stream reads the cache
+
+        return dict(text=loop.ids[:, :held].long().cpu(), read_again=again)
 
     @staticmethod
     def _chooser(loop: Any, length: int) -> dict[str, Any] | None:

@@ -151,10 +151,9 @@ def chosen_experts(
 
 
 def most_sequences(mixtures: Iterable[Mapping[str, Any]]) -> int:
-    """Return how many sequences a step may have, given arguments of its mixtures: MAX_ROWS, or more on a CPU. A CUDA
-    graph of a step has not been tried with grouped products."""
-    stacks = (mixture[name] for mixture in mixtures for name in ("gate_up_weight", "down_weight"))
-    return MAX_BATCH if all(each.device.type == "cpu" for each in stacks) else MAX_ROWS
+    """Return how many sequences a step may have, given arguments of its mixtures: MAX_ROWS, or more where the host does
+    not wait for the choice of experts, so that a CUDA graph holds the step."""
+    return MAX_ROWS if any(map(_wait, mixtures)) else MAX_BATCH
 
 
 def waits_for_choice(call: Call) -> bool:

@@ -11,7 +11,7 @@ from ..run.to_host import to_host
 from .decode_plan import DecodePlan
 
 #: numbers of slots: a plan is made for each that is needed, and its graph captured
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 #: tokens after which a row without a text begins anew: until then the device counts on, and the host writes nothing
 _IDLE_TOKENS = 64
 

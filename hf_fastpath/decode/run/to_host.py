@@ -18,7 +18,13 @@ def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
     found = [torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True) for each in tensors]
     for target, source in zip(found, tensors):
         target.copy_(source, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    event.synchronize()
+    wait_for(device)
     return found
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for what this thread has given a device to do."""
+    if device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
