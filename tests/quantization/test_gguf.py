@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -248,6 +249,31 @@ def test_unpatch_gives_the_files_blocks_back(file):
     assert gguf_modules.is_gguf(layer, gguf_modules.LINEAR)
     assert torch.equal(layer.weight, torch.from_numpy(tensors["blk.0.ffn_down.weight"].data.copy()))
     assert torch.equal(ours.model.embed_tokens.weight, torch.from_numpy(tensors["token_embd.weight"].data.copy()))
+
+
+def test_types_without_a_format_are_dequantized_and_said(tmp_path, capsys):
+    pytest.importorskip("gguf")
+    require_native(CPU)
+    q2_k = dataclasses.replace(TYPES["Q4_K"], name="Q2_K", number=10, nbytes=84)
+    file = write_file(tmp_path / "model.gguf", {"": TYPES["Q8_0"], "ffn_up": q2_k}, True)
+    ours = hf_fastpath.from_gguf(file)
+    assert "dequantized, as no format of ours or no linear layer holds them: 2 of Q2_K" in capsys.readouterr().err
+    assert type(ours.model.layers[0].mlp.up_proj) is nn.Linear
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).eval()
+    assert torch.equal(ours.generate(IDS, **SHORT), stock.generate(IDS, **SHORT))
+
+
+def test_an_architecture_that_transformers_does_not_know_is_refused(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    require_native(CPU)
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "nonesuch")
+    writer.add_tensor("token_embd.weight", torch.zeros(4, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="makes no model of .*'nonesuch'.*convert it to safetensors"):
+        hf_fastpath.from_gguf(tmp_path / "model.gguf")
 
 
 LOADING = """
