@@ -155,13 +155,14 @@ struct RecordLanes {
       _mm256_store_si256(reinterpret_cast<__m256i*>(halves[1]), _mm256_permute4x64_epi64(of_minimums, 0xd8));
       return {Isa::halves(halves[0]), Isa::halves(halves[1])};
     } else {
-      int words[3][4] = {};
-      for (int i = 0; i < kUnit; ++i) {
-        for (int w = 0; w < 3; ++w) __builtin_memcpy(&words[w][i], from + i * kBytes + 4 * w, 4);
-      }
+      const auto word = [&](int i, int w) __attribute__((always_inline)) {  // w of block i
+        int bits;
+        __builtin_memcpy(&bits, from + i * kBytes + 4 * w, sizeof bits);
+        return bits;
+      };
       if constexpr (Traits<kFormat>::kScalesHalves) {
-        const float of_blocks[2] = {half_to_float(static_cast<uint16_t>(words[0][0])),
-                                    half_to_float(static_cast<uint16_t>(words[0][1]))};
+        const float of_blocks[2] = {half_to_float(static_cast<uint16_t>(word(0, 0))),
+                                    half_to_float(static_cast<uint16_t>(word(1, 0)))};
         return {Isa::pair(of_blocks), Isa::zero()};
       } else {
         // By lane the number of a block's first byte, and of a sub-block's byte.
@@ -174,16 +175,17 @@ struct RecordLanes {
                                     ? _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
                                     : _mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
         const auto four = [&](int w) __attribute__((always_inline)) {
-          return _mm_setr_epi32(words[w][0], words[w][1], words[w][2], words[w][3]);
+          return kUnit == 4 ? _mm_setr_epi32(word(0, w), word(1, w), word(kUnit - 2, w), word(kUnit - 1, w))
+                            : _mm_setr_epi32(word(0, w), word(1, w), 0, 0);
         };
         const __m128i factors = _mm_xor_si128(four(0), _mm_set1_epi32(static_cast<int>(0x80000000)));
         alignas(16) uint8_t bytes[2][16];
         for (int part = 0; part < 2; ++part) {  // d, and dmin with its sign turned
           const __m128i step = _mm_set1_epi8(static_cast<char>(2 * part));
-          for (int half = 0; half < 2; ++half) {
-            _mm_store_si128(reinterpret_cast<__m128i*>(halves[part] + 8 * half),
-                            _mm_shuffle_epi8(factors, _mm_add_epi8(first_of[half], step)));
-          }
+          const __m128i first = _mm_shuffle_epi8(factors, _mm_add_epi8(first_of[0], step));
+          const __m128i second = _mm_shuffle_epi8(factors, _mm_add_epi8(first_of[1], step));
+          // One store: what is loaded next must not wait for two.
+          _mm256_store_si256(reinterpret_cast<__m256i*>(halves[part]), _mm256_set_m128i(second, first));
           _mm_store_si128(reinterpret_cast<__m128i*>(bytes[part]), _mm_shuffle_epi8(four(1 + part), of_lane));
         }
         return {Isa::mul(Isa::halves(halves[0]), Isa::bytes(bytes[0])),
