@@ -268,8 +268,7 @@ class RecordedModel(WholeModel):
             return Cause("not_recorded", "it has no embedding or no head", self.module)
         table = getattr(self.embedding, "weight", None)
         if not isinstance(table, torch.Tensor) and type(self.embedding) is not PackedEmbedding:
-            what = f"a table of embeddings whose weight is no tensor, but {class_name(table)}"
-            return odd_module(self.embedding, what)
+            return odd_module(self.embedding, f"a table of embeddings whose weight is a {class_name(table)}")
         return None
 
     def shape_reason(self, batch: int, query_len: int) -> str | None:
