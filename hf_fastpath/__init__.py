@@ -34,6 +34,7 @@ _PUBLIC = {
     "save_plan": "patching.saved_plan",
     "save_packed": "packed_files.saving",
     "load_packed": "packed_files.loading",
+    "from_gguf": "packed_files.gguf_files",
     "FastpathCache": "cache.fastpath_cache",
     "UnsupportedModelError": "errors",
     "FallbackError": "errors",

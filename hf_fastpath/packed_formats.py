@@ -12,7 +12,9 @@ zeros are separate tensors, so that a kernel reads each of them as one unbroken 
   four sub-blocks of 32 weights, whose words take turns: word ``4 w + s`` is the ``w``-th word of sub-block ``s``. So 16
   bytes hold one word of each sub-block, and a lane that reads every fourth word reads one sub-block.
 * scales, float16 or float32, or of tables a byte that is a power of two (e8m0), [rows, groups], and zeros, uint8 [rows,
-  groups]; the padding of a block is quants of value zero.
+  groups]; the padding of a block is quants of value zero. Or scales are records, uint8 [rows, blocks * bytes of a
+  record], where groups have a minimum, ``weight = multiplier * (scale * quant + minimum)``, or where a block has a
+  factor for the scales of its groups: :class:`Record` has how they lie. Padding may then have any value.
 * multiplier, a power of two for the whole matrix: it keeps the scales in float16's normal range.
 
 What a row of :data:`FORMATS` says is all that Python, the portable kernels and the docs know of a format. Kernels for
@@ -41,6 +43,33 @@ MOST_STEPS = 1 << 13
 SCALE_BYTES = {"float16": 2, "float32": 4, "e8m0": 1}
 #: groups that a block is cut into evenly; 0: a whole row
 _GROUPS = (0, BLOCK // SUB_BLOCKS, 2 * BLOCK // SUB_BLOCKS, BLOCK)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a block has instead of scales, one record behind the other: ``PackedScales`` of ``formats.generated.h``.
+
+    Attributes:
+        group: number of weights that share a scale.
+        nbytes: bytes of a record, whole words of 32 bits.
+        has_minimums: whether groups have a minimum.
+    """
+
+    group: int
+    nbytes: int
+    has_minimums: bool
+
+
+#: type of scales -> their record. llama.cpp's blocks hold the same numbers in another order; those of its blocks of 256
+#: weights are here twice, once for each 128:
+#:   minimums: scale and minimum of each group, float16
+#:   k_minimums: float16 d and dmin; a byte for each group, then another: scale = d * byte, minimum = -dmin * byte
+#:   k_scales: float16 d, two bytes of zero; a signed byte for each group, those of even numbers first: scale = d * byte
+RECORDS = {
+    "minimums": Record(BLOCK // SUB_BLOCKS, 4 * SUB_BLOCKS, True),
+    "k_minimums": Record(BLOCK // SUB_BLOCKS, 4 + 2 * SUB_BLOCKS, True),
+    "k_scales": Record(BLOCK // SUB_BLOCKS // 2, 4 + 2 * SUB_BLOCKS, False),
+}
 
 
 class QuantValues(enum.Enum):
@@ -92,14 +121,15 @@ class Format:
         zero: that quant, if it is fixed.
         direction: what neighbors in a group are: "inputs" of an output.
         scale_dtype: type of a scale: "float16"; "float32" where values are a table, or a package's scales have no fewer
-            bits; or of a table "e8m0", a byte whose scale is ``2 ** (byte - 127)``.
+            bits; of a table "e8m0", a byte whose scale is ``2 ** (byte - 127)``; or a name out of :data:`RECORDS`.
         table: the values, each a float32; empty if values are none.
         steps: of a table: 1 is so many steps. Kernels that multiply integers round values to whole steps.
         order: how quants lie: "sub-blocks", see the module's docstring.
         has_kernels: whether kernels for vector instructions and GPUs read such weights; else the portable kernel does
             on a CPU, and on a GPU weights are dequantized in front of each product. That is right and slow.
-        gpu_products: whether kernels of products on a GPU read such weights; else those of experts alone do, and
-            weights are dequantized in front of other products. True goes with ``has_kernels``.
+        gpu_products: whether kernels of products on a GPU read such weights; else they are dequantized in front of a
+            product. True goes with ``has_kernels``.
+        gpu_experts: the same of kernels of experts on a GPU.
 
     Raises:
         ValueError: no kernel knows such a format.
@@ -120,6 +150,7 @@ class Format:
     order: str = "sub-blocks"
     has_kernels: bool = True
     gpu_products: bool = True
+    gpu_experts: bool = True
 
     def __post_init__(self) -> None:
         rules = self._rules_of_kernels() if self.has_kernels else self._rules_of_all()
@@ -130,6 +161,8 @@ class Format:
     def _rules_of_all(self) -> dict[str, bool]:
         """Return what holds for any format: rule that a fault breaks -> whether it holds."""
         groups, is_nibble, is_table = _GROUPS, self.bits == 4, self.is_table
+        if self.record is not None:
+            groups = (self.record.group,)
         return {
             f"bits is {self.bits}, expected 4 or 8": self.bits in (4, 8),
             f"group is {self.group}, expected {' or '.join(map(str, groups))} weights": self.group in groups,
@@ -141,7 +174,10 @@ class Format:
             "values of a table are float32, one of them 0": not is_table or _is_table(self.table),
             f"zero is {self.zero} and not fixed": self.zero == 0 or self.zeros is ZeroPoints.FIXED,
             f"direction is {self.direction}, expected inputs": self.direction == "inputs",
-            f"scale_dtype is {self.scale_dtype}, expected {' or '.join(SCALE_BYTES)}": self.scale_dtype in SCALE_BYTES,
+            f"scale_dtype is {self.scale_dtype}, expected {' or '.join((*SCALE_BYTES, *RECORDS))}": self.scale_dtype
+            in (*SCALE_BYTES, *RECORDS),
+            "quants of records are whole numbers from their own range": self.record is None
+            or (self.values, self.zeros) == (QuantValues.INTEGERS, ZeroPoints.NONE),
             f"order is {self.order}, expected sub-blocks": self.order == "sub-blocks",
         }
 
@@ -153,6 +189,8 @@ class Format:
         scales = ("float16", "float32") if self.group == 0 else ("float32",) if is_table or of_floats else ("float16",)
         if is_table and has_powers and not self.gpu_products:
             groups, scales = (BLOCK // SUB_BLOCKS,), ("e8m0",)
+        if self.record is not None:
+            groups, scales = (self.record.group,), tuple(RECORDS)
         return {
             f"bits is {self.bits}, expected 4 or 8": self.bits in (4, 8),
             f"group is {self.group}, expected {' or '.join(map(str, groups))} weights": self.group in groups,
@@ -169,6 +207,11 @@ class Format:
             f"direction is {self.direction}, expected inputs": self.direction == "inputs",
             f"scale_dtype is {self.scale_dtype}, expected {' or '.join(scales)}": self.scale_dtype in scales,
             f"order is {self.order}, expected sub-blocks": self.order == "sub-blocks",
+            "kernels of a GPU read no records": self.record is None or not (self.gpu_products or self.gpu_experts),
+            "bytes have no such records": self.scale_dtype != "minimums" or self.bits == 4,
+            "four bits have no such records": self.scale_dtype != "k_scales" or self.bits == 8,
+            "quants of records are whole numbers from their own range": self.record is None
+            or (self.values, self.zeros) == (QuantValues.INTEGERS, ZeroPoints.NONE),
         }
 
     @property
@@ -207,14 +250,29 @@ class Format:
         return self.has_kernels and self.gpu_products
 
     @property
+    def has_gpu_experts(self) -> bool:
+        """Whether kernels of experts on a GPU read such weights."""
+        return self.has_kernels and self.gpu_experts
+
+    @property
+    def record(self) -> Record | None:
+        """What blocks have instead of scales, or None."""
+        return RECORDS.get(self.scale_dtype)
+
+    @property
+    def has_minimums(self) -> bool:
+        """Whether a minimum is added to the weights of a group."""
+        return self.record is not None and self.record.has_minimums
+
+    @property
     def scale_bytes(self) -> int:
-        """Bytes of a scale."""
-        return SCALE_BYTES[self.scale_dtype]
+        """Bytes of an element of the tensor that holds scales."""
+        return 1 if self.record is not None else SCALE_BYTES[self.scale_dtype]
 
     @property
     def empty_quant(self) -> int:
         """The quant of padding, whose weight is 0; where groups have zeros, it is theirs."""
-        return 0 if self.has_zeros else self.codebook.index(0.0)
+        return 0 if self.has_zeros or self.has_minimums else self.codebook.index(0.0)
 
     @property
     def has_zeros(self) -> bool:
@@ -225,9 +283,13 @@ class Format:
         """Return the number of groups of a row."""
         return 1 if self.group == 0 else padded(in_features) // self.group
 
+    def scale_columns(self, in_features: int) -> int:
+        """Return the number of elements that the tensor of scales has for a row."""
+        return self.groups(in_features) if self.record is None else padded(in_features) // BLOCK * self.record.nbytes
+
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of a matrix that a product reads."""
-        groups = self.groups(in_features) * (self.scale_bytes + self.has_zeros)
+        groups = self.scale_columns(in_features) * self.scale_bytes + self.groups(in_features) * self.has_zeros
         return out_features * (padded(in_features) * self.bits // 8 + groups)
 
 
@@ -252,7 +314,8 @@ def _e4m3(quant: int) -> float:
 
 
 def _range(format: Format) -> str:
-    return f"{format.lowest} to {format.highest}" + ", a zero point for each scale" * format.has_zeros
+    more = ", a zero point for each scale" * format.has_zeros + ", a minimum for each scale" * format.has_minimums
+    return f"{format.lowest} to {format.highest}{more}"
 
 
 class _Kind(NamedTuple):
@@ -274,6 +337,11 @@ def padded(in_features: int) -> int:
     return -(-in_features // BLOCK) * BLOCK
 
 
+def _of_records(name: str, bits: int, group: int, lowest: int, highest: int, records: str) -> Format:
+    """Return a format that kernels of a CPU read."""
+    return Format(name, bits, group, lowest, highest, scale_dtype=records, gpu_products=False, gpu_experts=False)
+
+
 #: every format, by name; the place of one is its number for ops, so that new ones come behind all others
 FORMATS = {
     format.name: format
@@ -290,5 +358,11 @@ FORMATS = {
         Format("fp8_g128", 8, 128, -448, 448, values=QuantValues.FLOATS, scale_dtype="float32"),
         Format("int8_row", 8, 0, -127, 127, scale_dtype="float32"),
         Format("mxfp4", 4, 32, -6, 6, QuantValues.TABLE, scale_dtype="e8m0", table=E2M1, steps=2, gpu_products=False),
+        # those of llama.cpp's files: Q8_0, Q4_1, Q4_K, Q5_K and Q6_K, the last two with bytes for 5 and 6 bits
+        Format("int8_g32", 8, 32, -127, 127),
+        _of_records("int4_g32_min", 4, 32, 0, 15, "minimums"),
+        _of_records("int4_g32_k", 4, 32, 0, 15, "k_minimums"),
+        _of_records("int8_g32_k", 8, 32, 0, 31, "k_minimums"),
+        _of_records("int8_g16_k", 8, 16, -32, 31, "k_scales"),
     )
 }

@@ -48,7 +48,7 @@ def weight_bytes(model: Any, batch: int = 1) -> int:
             is_stack = chosen and parameter.dim() == 3
             total += parameter.nbytes * min(chosen, len(parameter)) // len(parameter) if is_stack else parameter.nbytes
     stacks = {id(each): module for module in modules if isinstance(module, PackedExperts) for each in module.children()}
-    for module in (each for each in modules if isinstance(each, PackedLinear)):
+    for module in (each for each in modules if type(each) is PackedLinear):
         nbytes = sum(buffer.nbytes for buffer in module.buffers())
         experts = stacks.get(id(module))
         total += nbytes if experts is None else nbytes * min(chosen, experts.num_experts) // experts.num_experts

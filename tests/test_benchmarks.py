@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gguf_models import TYPES, write_file
 from models import CPU, build, pair, prompt
 
 from hf_fastpath import ops
@@ -25,6 +26,7 @@ from hf_fastpath.quantization import FORMATS
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_append  # noqa: E402
+import bench_gguf  # noqa: E402
 import bench_multimodal  # noqa: E402
 import bench_packed_gemm  # noqa: E402
 import bench_pages  # noqa: E402
@@ -238,6 +240,17 @@ def test_every_way_over_pages_is_timed(monkeypatch, tmp_path, capsys):
     (shared,) = [line for line in lines if line.startswith("8 sequences") and "pages of" in line]
     assert shared.split()[-4:] == ["10", "of", "24", "pages"]  # 40 positions, and the last page of each of 8 sequences
     assert len((tmp_path / "pages.csv").read_text().splitlines()) == 11
+
+
+def test_a_gguf_file_is_timed_in_three_ways(tmp_path, capsys):
+    pytest.importorskip("gguf")
+    file = write_file(tmp_path / "model.gguf", {"": TYPES["Q4_K"]}, True)
+    sizes = ["--context", "8", "--tokens", "4", "--rounds", "1", "--device", "cpu", "--dtype", "fp32"]
+    assert bench_gguf.main([str(file), *sizes, "--csv", str(tmp_path / "gguf.csv")]) == 0
+    assert capsys.readouterr().out.count(" tok/s, ") == 3
+    with (tmp_path / "gguf.csv").open(newline="") as rows:
+        found = {row["way"]: int(row["bytes"]) for row in csv.DictReader(rows)}
+    assert found["packed"] < 0.3 * found["stock"] == 0.3 * found["dequantized"]
 
 
 @pytest.mark.every(4)

@@ -33,7 +33,7 @@ def test_generated_files_are_up_to_date():
     assert set(generated.files()) == {
         HEADER,
         *(f"{op}/{op}_{name}.cu" for op in ("packed_gemv", "packed_gemm") for name in WITH_GPU_PRODUCTS),
-        *(f"packed_experts/packed_experts_{name}.cu" for name in WITH_KERNELS),
+        *(f"packed_experts/packed_experts_{name}.cu" for name in WITH_KERNELS if FORMATS[name].has_gpu_experts),
     }
 
 
@@ -91,7 +91,7 @@ def test_no_file_asks_for_the_name_of_a_format():
         ({"scale_dtype": "e8m0"}, "scale_dtype is e8m0"),
         ({"order": "rows"}, "order is rows"),
         ({"group": 96, "has_kernels": False}, "group is 96, expected 0 or 32 or 64 or 128 weights"),
-        ({"scale_dtype": "e5m2", "has_kernels": False}, "scale_dtype is e5m2, expected float16 or float32 or e8m0"),
+        ({"scale_dtype": "e5m2", "has_kernels": False}, "scale_dtype is e5m2, expected float16 or float32 or e8m0 or "),
         ({"values": QuantValues.FLOATS, "has_kernels": False}, "float8_e4m3fn is of eight bits"),
         ({"values": QuantValues.TABLE, "has_kernels": False}, "the table has 0 values, expected 16"),
         ({"bits": 8, "highest": 255}, "bytes with zeros of groups have groups of 32"),
@@ -119,6 +119,22 @@ def test_a_format_without_kernels_is_refused(changes, text):
 def test_a_table_without_kernels_is_refused(changes, text):
     with pytest.raises(ValueError, match=f"format 'new': .*{text}.*: write kernels"):
         dataclasses.replace(FORMATS["nf4"], name="new", **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    (
+        ("int4_g32_k", {"gpu_products": True}, "kernels of a GPU read no records"),
+        ("int4_g32_k", {"gpu_experts": True}, "kernels of a GPU read no records"),
+        ("int4_g32_min", {"bits": 8}, "bytes have no such records"),
+        ("int8_g16_k", {"bits": 4}, "four bits have no such records"),
+        ("int8_g16_k", {"group": 32}, "group is 32, expected 16 weights"),
+        ("int4_g32_min", {"zeros": ZeroPoints.FIXED, "zero": 8}, "quants of records are whole numbers"),
+    ),
+)
+def test_records_without_kernels_are_refused(name, changes, text):
+    with pytest.raises(ValueError, match=f"format 'new': .*{text}.*: write kernels"):
+        dataclasses.replace(FORMATS[name], name="new", **changes)
 
 
 def test_the_recipe_imports_no_torch():
@@ -187,11 +203,11 @@ def test_traits_are_those_of_the_formats(tmp_path):
         format = FORMATS[name]
         assert (number, bits, is_float) == (format.number, format.bits, format.is_float)
         assert (has_zeros, zero) == (format.has_zeros, format.zero)
-        assert (of_row, each_sub_block) == (format.group == 0, format.group == 32)
+        assert (of_row, each_sub_block) == (format.group == 0, format.group in (16, 32))
         assert [float(np.float32(value)) for value in table[:16]] == list(format.table or [0] * 16)
         assert table[16:] == [format.is_table, format.scale_bytes, format.steps]
-        assert groups[:-1] == [format.groups(128 * blocks) for blocks in (1, 2, 3)]
-        of_weight = [0 if format.group == 0 else weight // format.group for weight in range(0, 3 * 128, 32)]
+        assert groups[:-1] == [format.scale_columns(128 * blocks) for blocks in (1, 2, 3)]
+        of_weight = [0 if format.group == 0 else weight // max(format.group, 32) for weight in range(0, 3 * 128, 32)]
         assert places[:-1] == of_weight
 
 

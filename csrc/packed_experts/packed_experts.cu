@@ -44,8 +44,10 @@ __global__ void __launch_bounds__(kSumThreads) packed_experts_sum_kernel(const P
 }  // namespace
 
 void launch_packed_experts(const PackedExpertsProduct& params, cudaStream_t stream) {
-  with_format(params.matrix.format,
-              [&](auto format) { launch_packed_experts_format<decltype(format)::value>(params, stream); });
+  if (reads_records(params.matrix.format)) return launch_packed_experts_records(params, stream);
+  with_gpu_experts_format(params.matrix.format, [&](auto format) {
+    launch_packed_experts_format<decltype(format)::value>(params, stream);
+  });
 }
 
 void launch_packed_experts_sum(const PackedExpertsSum& p, cudaStream_t stream) {

@@ -46,8 +46,9 @@ struct PackedExpertsProduct {
 // Blocks of k that shared memory holds of one row of 16 bits, and of more.
 constexpr int kRowBlocks = 128, kRowsBlocks = 24;
 
-// Whether the kernel norms x: where shared memory holds whole rows.
+// Whether the kernel norms x: where shared memory holds whole rows, and blocks have no records.
 inline bool fits_packed_experts_norm(const PackedExpertsProduct& p) {
+  if (reads_records(p.matrix.format)) return false;
   return p.matrix.blocks <= (p.choices.rows == 1 && p.dtype != DType::kFloat32 ? kRowBlocks : kRowsBlocks);
 }
 
@@ -56,6 +57,9 @@ void launch_packed_experts(const PackedExpertsProduct& params, cudaStream_t stre
 // The same for one format, a file each.
 template <PackedFormat kFormat>
 void launch_packed_experts_format(const PackedExpertsProduct& params, cudaStream_t stream);
+
+// The same of formats with records, without a norm.
+void launch_packed_experts_records(const PackedExpertsProduct& params, cudaStream_t stream);
 
 // out[m, :] = sum over k of weights[m, k] * products[m, k, :] + residual[m, :], in `dtype`.
 struct PackedExpertsSum {

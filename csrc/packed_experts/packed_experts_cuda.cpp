@@ -25,8 +25,9 @@ struct PackedStack {
   // Sets its part of `p`.
   void set(PackedExpertsProduct& p, int64_t k, double multiplier, int64_t format) const {
     const PackedShape shape = check_packed(k, quants, scales, zeros, format, kOp);
-    STD_TORCH_CHECK(has_kernels(shape.format), "hf_fastpath::packed_experts: format ",
-                    traits_of(shape.format).name, " has no kernels for a GPU: use another one");
+    STD_TORCH_CHECK(has_gpu_experts(shape.format) || reads_records(shape.format),
+                    "hf_fastpath::packed_experts: format ", traits_of(shape.format).name,
+                    " has no kernels for a GPU: use another one");
     STD_TORCH_CHECK(k < INT_MAX / 2 && shape.blocks < INT_MAX / 1024,
                     "hf_fastpath::packed_experts: more than 2^31 features");
     p.matrix.format = shape.format, p.matrix.rows = shape.rows;

@@ -57,7 +57,7 @@ struct Registers {
   // Scales that are read with block b of the rows behind the next kRows.
   HF_INLINE void prefetch_scales(Weight weight, int64_t n, int64_t b) {
     if constexpr (Traits<kFormat>::kScalesSums) return;
-    constexpr int64_t kBytes = kRows * Traits<kFormat>::kScaleBytes * Traits<kFormat>::kScalesPerBlock;
+    constexpr int64_t kBytes = kRows * Traits<kFormat>::kBlockScaleBytes;
     const int64_t first = (n + kRows) * weight.groups;
     const auto* from = reinterpret_cast<const char*>(weight.scales + first) + b * kBytes;
     for (int64_t line = 0; line < kBytes; line += kCacheLineBytes) prefetch(from + line);

@@ -13,13 +13,46 @@
 namespace hf_fastpath {
 namespace {
 
+// The same of a format with records: the products of scales and quants are exact.
+template <PackedFormat kFormat>
+HF_INLINE void dequantize_with_record(const Row& row, int64_t b, float* to) {
+  constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
+  const uint8_t* quants = row.quants + b * kBytes;
+  const auto factors = BlockFactors<kFormat>::of(Row::record<kFormat>(row, b));
+  if constexpr (Traits<kFormat>::kBits == 8) {  // a word of each sub-block after the other
+    const auto by_word = [](const float* from) __attribute__((always_inline)) {
+      return _mm256_set_m128(_mm_set1_ps(from[1]), _mm_set1_ps(from[0]));
+    };
+    for (int64_t i = 0; i < kPackedBlock; i += 8) {
+      const int two = i / 8 % 2 * 2;  // sub-blocks
+      const bool second = Traits<kFormat>::kScalesHalves && i >= kPackedBlock / 2;
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(quants + i));
+      const __m256 steps = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+      const __m256 scale = by_word(factors.scale + (second ? kSubBlocks : 0) + two);
+      _mm256_store_ps(to + i, _mm256_fmadd_ps(steps, scale, by_word(factors.minimum + two)));
+    }
+  } else {
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    for (int64_t word = 0; word < kPackedBlock / 8; ++word) {
+      const __m256i eight =
+          _mm256_srlv_epi32(_mm256_set1_epi32(reinterpret_cast<const int32_t*>(quants)[word]), shifts);
+      const __m256 steps = _mm256_cvtepi32_ps(_mm256_and_si256(eight, _mm256_set1_epi32(15)));
+      const __m256 scale = _mm256_set1_ps(factors.scale[word % kSubBlocks]);
+      _mm256_store_ps(to + word * 8,
+                      _mm256_fmadd_ps(steps, scale, _mm256_set1_ps(factors.minimum[word % kSubBlocks])));
+    }
+  }
+}
+
 // A block's weights as they lie, but for the multiplier, the scale of a row, and fp8's 2^8: see
 // dequantize_fp8 in packed_gemv_avx2.cpp.
 template <PackedFormat kFormat>
 HF_INLINE void dequantize(const Row& row, int64_t b, float* to) {
   constexpr int64_t kBytes = kPackedBlock * bits_of(kFormat) / 8;
   const uint8_t* quants = row.quants + b * kBytes;
-  if constexpr (Traits<kFormat>::kBits == 8 && !Traits<kFormat>::kIsFloat) {
+  if constexpr (Traits<kFormat>::kHasRecords) {
+    dequantize_with_record<kFormat>(row, b, to);
+  } else if constexpr (Traits<kFormat>::kBits == 8 && !Traits<kFormat>::kIsFloat) {
     // Eight quants are of sub-blocks 0 and 1, and the next of 2 and 3.
     __m256 scale[2];
     __m256i zero[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};

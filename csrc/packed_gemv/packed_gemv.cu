@@ -47,6 +47,7 @@ bool fits_packed_append(const GemvParams& p, const PackedMatrix& matrix, const R
 
 int64_t packed_gemv_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix) {
   if (dequantizes(params, matrix)) return matrix.rows * params.k * element_size(params.dtype);
+  if (reads_records(matrix.format)) return 0;
   return with_gpu_format(matrix.format, [&](auto format) {
     return packed_format_workspace_bytes<decltype(format)::value>(params, matrix);
   });
@@ -60,6 +61,7 @@ void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatri
                                  workspace, stream);
     return launch_gemv(of_floats(params, workspace), nullptr, stream);
   }
+  if (reads_records(matrix.format)) return launch_packed_gemv_records(params, x_width, matrix, stream);
   with_gpu_format(matrix.format, [&](auto format) {
     launch_packed_format<decltype(format)::value>(params, x_width, matrix, rope, workspace, stream);
   });

@@ -22,10 +22,14 @@ bool fits_packed_append(const GemvParams& params, const PackedMatrix& matrix, co
 int64_t packed_gemv_workspace_bytes(const GemvParams& params, const PackedMatrix& matrix);
 
 // Launches it; `rope`, if it fits: rotates and appends the features instead of writing them to out.
-// `x_width`: values of a row of x, and of the norm's weight, in memory: params.k of a format without kernels,
-// else whole chunks of 16 bytes, aligned, with zeros behind params.k.
+// `x_width`: values of a row of x, and of the norm's weight, in memory: params.k of a format without kernels
+// of these products, else whole chunks of 16 bytes, aligned, with zeros behind params.k.
 void launch_packed_gemv(const GemvParams& params, int x_width, const PackedMatrix& matrix,
                         const RopeAppendParams* rope, void* workspace, cudaStream_t stream);
+
+// The same of a format that has records: neither norm nor append. Rows of x are whole chunks, as above.
+void launch_packed_gemv_records(const GemvParams& params, int x_width, const PackedMatrix& matrix,
+                                cudaStream_t stream);
 
 // The same for one format, a file each.
 template <PackedFormat kFormat>

@@ -106,6 +106,20 @@ struct Avx2 {
     return made;
   }
 
+  HF_INLINE Pieces<8> scaled_pieces_of(const uint8_t* quants, const uint8_t* record) {
+    Pieces<8> made;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m256i scales = scales_of_halves(record, half);
+#pragma GCC unroll 4
+      for (int i = 4 * half; i < 4 * half + 4; ++i) {
+        const auto* from = reinterpret_cast<const __m128i*>(quants + 16 * i);
+        made.piece[i] = _mm256_mullo_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(from)), scales);
+      }
+    }
+    return made;
+  }
+
   // Quants are looked up as bytes, low and high ones of 16-bit values, and brought together by their place in
   // 16 bits: what is second and fourth lies in the upper halves of bytes.
   template <PackedFormat kFormat>
@@ -216,15 +230,18 @@ HF_INLINE bool size_of(const float* x, int bits, float& size, float& inverse) {
   return exponent <= kBias;
 }
 
-// Steps of a block by sub-block, its inverses in `inverse`.
-HF_INLINE void steps_of_bytes(const float* x, const float* inverse, int16_t* to) {
+// Steps of a block by sub-block, its inverses in `inverse`; returns the lanes' sums of them.
+HF_INLINE __m256i steps_of_bytes(const float* x, const float* inverse, int16_t* to) {
+  __m256i sum = _mm256_setzero_si256();
   const __m256 even = _mm256_set_m128(_mm_set1_ps(inverse[2]), _mm_set1_ps(inverse[0]));
   const __m256 odd = _mm256_set_m128(_mm_set1_ps(inverse[3]), _mm_set1_ps(inverse[1]));
   for (int64_t i = 0; i < kSubBlock; i += 4) {  // a word of each sub-block
     const __m256i steps = _mm256_packs_epi32(eight_steps(x + i, 2 * kSubBlock, even),
                                              eight_steps(x + kSubBlock + i, 2 * kSubBlock, odd));
     _mm256_store_si256(reinterpret_cast<__m256i*>(to + i * kSubBlocks), steps);
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(steps, _mm256_set1_epi16(1)));
   }
+  return sum;
 }
 
 // Those that meet words of eight quants; returns the lanes' sums of them.
@@ -291,7 +308,12 @@ HF_INLINE __m256i split_steps_of_nibbles(const float* x, const float* inverse, i
 bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, float* sizes, float* offsets) {
   const int64_t lanes = lanes_of(args.weight.format);
   const bool in_bytes = bits_of(args.weight.format) == 8;
-  const int bits = in_bytes ? 15 : 14;  // 14: high bytes of split steps stay below 128
+  // 14: high bytes of split steps stay below 128, and sums of quants times their scale below 2^31.
+  const int64_t group = traits_of(args.weight.format).group;
+  const int bits = in_bytes && (group == 0 || group >= kSubBlock) ? 15 : 14;
+  const int added = has_minimums(args.weight.format) ? -1
+                    : has_zeros(args.weight.format)  ? 1
+                                                     : traits_of(args.weight.format).zero;
   for (int64_t b = 0; b < args.step_blocks; ++b, x += kPackedBlock) {
     float inverse[kSubBlocks];
     alignas(16) float size[kSubBlocks] = {};
@@ -302,7 +324,7 @@ bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, floa
       }
       auto* to = static_cast<int8_t*>(steps) + b * kStepBytes;
       if (in_bytes) {
-        steps_of_bytes(x, inverse, reinterpret_cast<int16_t*>(to));  // no zeros ask for sums
+        sum = steps_of_bytes(x, inverse, reinterpret_cast<int16_t*>(to));
       } else if (args.split) {
         sum = split_steps_of_nibbles(x, inverse, to);
       } else {
@@ -313,14 +335,14 @@ bool packed_steps_avx2(const PackedArgs& args, const float* x, void* steps, floa
     if (lanes == kSubBlocks) {
       const __m128i whole = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
       _mm_store_ps(sizes + b * lanes, by_sub_block);
-      const int added = has_zeros(args.weight.format) ? 1 : traits_of(args.weight.format).zero;
       _mm_store_ps(offsets + b * lanes, _mm_cvtepi32_ps(_mm_mullo_epi32(whole, _mm_set1_epi32(-added))));
     } else {
       const __m256i order =
           in_bytes ? _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3) : _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3);
       _mm256_store_ps(sizes + b * lanes,
                       _mm256_permutevar8x32_ps(_mm256_castps128_ps256(by_sub_block), order));
-      _mm256_store_ps(offsets + b * lanes, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_setzero_si256(), sum)));
+      const __m256i off = added < 0 ? sum : _mm256_sub_epi32(_mm256_setzero_si256(), sum);
+      _mm256_store_ps(offsets + b * lanes, _mm256_cvtepi32_ps(off));
     }
   }
   return true;

@@ -76,6 +76,17 @@ struct Avx512 : Floats16 {
     return made;
   }
 
+  HF_INLINE Pieces scaled_pieces_of(const uint8_t* quants, const uint8_t* record) {
+    const auto* from = reinterpret_cast<const __m256i*>(quants);
+    Pieces made;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512i scales = _mm512_broadcast_i64x4(scales_of_halves(record, i / 2));
+      made.piece[i] = _mm512_mullo_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256(from + i)), scales);
+    }
+    return made;
+  }
+
   using Total = __m512i;
   HF_INLINE Total none() { return _mm512_setzero_si512(); }
   HF_INLINE Total dot(const Pieces& pieces, const void* steps) {

@@ -11,6 +11,7 @@
 //   twice(from)                                 eight float32, each twice
 //   Pieces<bits>, pieces_of<bits>(block)        a block's quants, spread
 //   pieces_of_bytes(block, zeros)               those of bytes from 0 up, less the zeros of their sub-blocks
+//   scaled_pieces_of(block, record)             those of bytes times the scales of halves of sub-blocks
 //   looked_up<format>(block)                    or their values in whole steps of a table
 //   Total, none, dot(pieces, steps)             32-bit sums of a block
 //   floats(two totals)                          the sums of two blocks, eight lanes each
@@ -45,6 +46,10 @@ struct Row {
   template <PackedFormat kFormat>
   HF_INLINE const typename Traits<kFormat>::Scale* scales_of(const Row& row) {
     return reinterpret_cast<const typename Traits<kFormat>::Scale*>(row.scales);
+  }
+  template <PackedFormat kFormat>
+  HF_INLINE const uint8_t* record(const Row& row, int64_t b) {
+    return reinterpret_cast<const uint8_t*>(row.scales) + b * Traits<kFormat>::kRecordBytes;
   }
   HF_INLINE Row of(const PackedArgs& args, int64_t n) {
     return {args.weight.quants + n * args.weight.row_bytes(),
@@ -122,6 +127,74 @@ HF_INLINE typename Isa::Floats sub_block_scales(const Row& row, int64_t b, int b
   return by_lane(some);
 }
 
+// Scales and minimums of `blocks` blocks from b on, which have records, by their lanes; where scales are in
+// the quants, those of blocks.
+template <class Isa, PackedFormat kFormat>
+struct RecordLanes {
+  typename Isa::Floats scales, minimums;
+
+  HF_INLINE RecordLanes of(const Row& row, int64_t b, int blocks) {
+    constexpr int kUnit = 16 / lanes_of(kFormat), kBytes = Traits<kFormat>::kRecordBytes;
+    const uint8_t* from = Row::record<kFormat>(row, b);
+    alignas(32) uint8_t some[kUnit * kBytes] = {};  // memory may end behind them
+    if (blocks < kUnit) {
+      for (int i = 0; i < blocks * kBytes; ++i) some[i] = from[i];
+      from = some;
+    }
+    alignas(32) uint16_t halves[2][16];
+    if constexpr (kHasPairs<kFormat>) {
+      static_assert(kUnit == 4, "of bytes there is no such format");
+      const auto* pairs = reinterpret_cast<const __m256i*>(from);
+      const __m256i first = _mm256_loadu_si256(pairs), second = _mm256_loadu_si256(pairs + 1);
+      const __m256i low = _mm256_set1_epi32(0xffff);
+      const __m256i of_scales =
+          _mm256_packus_epi32(_mm256_and_si256(first, low), _mm256_and_si256(second, low));
+      const __m256i of_minimums =
+          _mm256_packus_epi32(_mm256_srli_epi32(first, 16), _mm256_srli_epi32(second, 16));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(halves[0]), _mm256_permute4x64_epi64(of_scales, 0xd8));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(halves[1]), _mm256_permute4x64_epi64(of_minimums, 0xd8));
+      return {Isa::halves(halves[0]), Isa::halves(halves[1])};
+    } else {
+      const auto word = [&](int i, int w) __attribute__((always_inline)) {  // w of block i
+        int bits;
+        __builtin_memcpy(&bits, from + i * kBytes + 4 * w, sizeof bits);
+        return bits;
+      };
+      if constexpr (Traits<kFormat>::kScalesHalves) {
+        const float of_blocks[2] = {half_to_float(static_cast<uint16_t>(word(0, 0))),
+                                    half_to_float(static_cast<uint16_t>(word(1, 0)))};
+        return {Isa::pair(of_blocks), Isa::zero()};
+      } else {
+        // By lane the number of a block's first byte, and of a sub-block's byte.
+        const __m128i first_of[2] = {
+            kUnit == 4 ? _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 4, 5, 4, 5, 4, 5, 4, 5)
+                       : _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1),
+            kUnit == 4 ? _mm_setr_epi8(8, 9, 8, 9, 8, 9, 8, 9, 12, 13, 12, 13, 12, 13, 12, 13)
+                       : _mm_setr_epi8(4, 5, 4, 5, 4, 5, 4, 5, 4, 5, 4, 5, 4, 5, 4, 5)};
+        const __m128i of_lane = kUnit == 4
+                                    ? _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+                                    : _mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+        const auto four = [&](int w) __attribute__((always_inline)) {
+          return kUnit == 4 ? _mm_setr_epi32(word(0, w), word(1, w), word(kUnit - 2, w), word(kUnit - 1, w))
+                            : _mm_setr_epi32(word(0, w), word(1, w), 0, 0);
+        };
+        const __m128i factors = _mm_xor_si128(four(0), _mm_set1_epi32(static_cast<int>(0x80000000)));
+        alignas(16) uint8_t bytes[2][16];
+        for (int part = 0; part < 2; ++part) {  // d, and dmin with its sign turned
+          const __m128i step = _mm_set1_epi8(static_cast<char>(2 * part));
+          const __m128i first = _mm_shuffle_epi8(factors, _mm_add_epi8(first_of[0], step));
+          const __m128i second = _mm_shuffle_epi8(factors, _mm_add_epi8(first_of[1], step));
+          // One store: what is loaded next must not wait for two.
+          _mm256_store_si256(reinterpret_cast<__m256i*>(halves[part]), _mm256_set_m128i(second, first));
+          _mm_store_si128(reinterpret_cast<__m128i*>(bytes[part]), _mm_shuffle_epi8(four(1 + part), of_lane));
+        }
+        return {Isa::mul(Isa::halves(halves[0]), Isa::bytes(bytes[0])),
+                Isa::mul(Isa::halves(halves[1]), Isa::bytes(bytes[1]))};
+      }
+    }
+  }
+};
+
 // Zeros of the sub-blocks of `blocks` blocks of four bits from b on.
 template <class Isa, PackedFormat kFormat>
 HF_INLINE typename Isa::Floats sub_block_zeros(const Row& row, int64_t b, int blocks) {
@@ -138,6 +211,8 @@ HF_INLINE auto pieces_of(const Row& row, int64_t b) {
   const uint8_t* const quants = row.quants + b * (kPackedBlock * bits_of(kFormat) / 8);
   if constexpr (Traits<kFormat>::kHasTable) {
     return Isa::template looked_up<kFormat>(quants);
+  } else if constexpr (Traits<kFormat>::kScalesHalves) {
+    return Isa::scaled_pieces_of(quants, Row::record<kFormat>(row, b));
   } else if constexpr (Traits<kFormat>::kHasZeros && bits_of(kFormat) == 8) {
     return Isa::pieces_of_bytes(quants, row.zeros + b * kSubBlocks);
   } else {
@@ -154,7 +229,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
   constexpr bool kEachSubBlock = Traits<kFormat>::kEachSubBlock, kHasTable = Traits<kFormat>::kHasTable;
   constexpr bool kScalesSums = Traits<kFormat>::kScalesSums;
   constexpr bool kHasFactors = kLanes == 8 && !kEachSubBlock && !kScalesSums;
-  constexpr int kOfBlock = Traits<kFormat>::kScalesPerBlock;
+  constexpr bool kHasRecords = Traits<kFormat>::kHasRecords, kHasMinimums = Traits<kFormat>::kHasMinimums;
   constexpr int kUnit = 16 / kLanes;  // blocks whose sums are one Floats
   Floats sum[kS][kM];
 #pragma GCC unroll 4
@@ -190,7 +265,13 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
       }
       Floats scales;
       if constexpr (kHasFactors) scales = Isa::pair(factors[r].scale + factor);
-      if constexpr (!kHasFactors && !kScalesSums) scales = sub_block_scales<Isa, kFormat>(row[r], b, kBlocks);
+      Floats minimums;
+      if constexpr (kHasRecords) {
+        const auto lanes = RecordLanes<Isa, kFormat>::of(row[r], b, kBlocks);
+        scales = lanes.scales, minimums = lanes.minimums;
+      } else if constexpr (!kHasFactors && !kScalesSums) {
+        scales = sub_block_scales<Isa, kFormat>(row[r], b, kBlocks);
+      }
       Floats zeros;
       if constexpr (kUnit == 4 && Traits<kFormat>::kHasZeros)
         zeros = sub_block_zeros<Isa, kFormat>(row[r], b, kBlocks);
@@ -204,6 +285,8 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
         } else if constexpr (kUnit == 4 && Traits<kFormat>::kHasZeros) {
           value = Isa::fma(zeros, Isa::load(all_offsets + at),
                            Isa::floats(total[0][m], total[1][m], total[2][m], total[3][m]));
+        } else if constexpr (kUnit == 4 && kHasMinimums) {
+          value = Isa::floats(total[0][m], total[1][m], total[2][m], total[3][m]);
         } else if constexpr (kUnit == 4) {
           value = Isa::add(Isa::floats(total[0][m], total[1][m], total[2][m], total[3][m]),
                            Isa::load(all_offsets + at));
@@ -214,7 +297,10 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
           value = Isa::fma(Isa::pair(factors[r].zero + factor), Isa::load(all_offsets + at), value);
         }
         Floats sizes = Isa::load(all_sizes + at);
-        if constexpr (!kScalesSums) sizes = Isa::mul(scales, sizes);
+        if constexpr (kHasMinimums) {
+          value = Isa::fma(minimums, Isa::load(all_offsets + at), Isa::mul(scales, value));
+        } else if constexpr (!kScalesSums)
+          sizes = Isa::mul(scales, sizes);
         sum[r][m] = Isa::fma(value, sizes, sum[r][m]);
       }
     }
@@ -223,8 +309,7 @@ void integer_tile(const PackedArgs& args, const Row* row, int64_t first_row, flo
     const int64_t end = min_of(args.weight.blocks, begin + kFactors);
     const int64_t base = args.weight.blocks < kFactors ? 0 : min_of(begin, args.weight.blocks - kFactors);
     for (int r = 0; r < kS; ++r) {
-      constexpr int64_t kScaleBytes = kOfBlock * Traits<kFormat>::kScaleBytes,
-                        kLength = kFactors * kScaleBytes;
+      constexpr int64_t kScaleBytes = Traits<kFormat>::kBlockScaleBytes, kLength = kFactors * kScaleBytes;
       const char* scales = row[r].scales + begin * kScaleBytes;
       for (int64_t line = 0; line < kLength; line += kCacheLineBytes) {
         _mm_prefetch(scales + line + kScalesAheadBytes, _MM_HINT_T0);

@@ -42,7 +42,8 @@ class PackedTensors {
     norm.fuse(p);
     if (!fits_packed_gemv(p, matrix_)) norm.launch_norm(p, x, kept.emplace_back(x));
     int width = static_cast<int>(p.k);
-    if (has_gpu_products(matrix_.format) && (width % 8 || !is_aligned(p.x) || !is_aligned(p.norm.weight))) {
+    const bool in_chunks = has_gpu_products(matrix_.format) || reads_records(matrix_.format);
+    if (in_chunks && (width % 8 || !is_aligned(p.x) || !is_aligned(p.norm.weight))) {
       width = (width + 7) / 8 * 8;
       p.x = padded(x, p.x, p.m, width, kept, stream);
       if (p.norm.weight) p.norm.weight = padded(x, p.norm.weight, 1, width, kept, stream);

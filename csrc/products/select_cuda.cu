@@ -17,6 +17,16 @@ constexpr WeightSet packed_with_kernels() {
   return set;
 }
 constexpr WeightSet kPacked = packed_with_kernels();
+// Those that have kernels and records.
+constexpr WeightSet packed_with_records() {
+  WeightSet set = 0;
+  for (int format = 0; format <= static_cast<int>(kLastPackedFormat); ++format) {
+    const auto each = static_cast<PackedFormat>(format);
+    if (has_kernels(each) && has_records(each)) set |= packed_weight(format);
+  }
+  return set;
+}
+constexpr WeightSet kRecords = packed_with_records();
 constexpr WeightSet kAnyPacked = packed_weight(static_cast<int>(kLastPackedFormat) + 1) - packed_weight(0);
 constexpr WeightSet kPlain = kPlainWeight, kTransposed = kTransposedWeight;
 
@@ -73,8 +83,10 @@ constexpr CudaRoute kRoutes[] = {
            kLayerNorm | kAppend, false),
     packed("packed_gemv", CudaProduct::kPackedGemv, kPacked, k16, kMany, kAny, kNothing,
            kLayerNorm | kHeadAppend, false),
-    packed("dequantized_gemv", CudaProduct::kPackedGemv, kAnyPacked & ~kPacked, kAnyType, kMany, kAny, kDense,
-           kAppend, true),
+    packed("packed_gemv_records", CudaProduct::kPackedGemv, kRecords, kAnyType, kMany, kAny, kNothing, kMore,
+           false),
+    packed("dequantized_gemv", CudaProduct::kPackedGemv, kAnyPacked & ~kPacked & ~kRecords, kAnyType, kMany,
+           kAny, kDense, kAppend, true),
 
     // From 4,096 rows on the kernel loses more to PyTorch's product than dequantizing the weight in front of
     // that takes (H200).

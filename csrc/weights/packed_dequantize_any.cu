@@ -30,6 +30,17 @@ __global__ void __launch_bounds__(kThreads)
         block * kPackedBlock + place % int(kSubBlocks) * kSubBlock + place / int(kSubBlocks) * neighbors;
     if (first >= k) continue;
     const uint32_t word = __ldcs(from + at);
+    if (traits.record_bytes > 0) {
+      const auto* record = reinterpret_cast<const uint8_t*>(matrix.scales) +
+                           (row * matrix.blocks + block) * traits.record_bytes;
+      const PackedFactors of = record_factors(traits, record, int(first - block * kPackedBlock));
+      for (int i = 0; i < neighbors && first + i < k; ++i) {
+        const uint32_t quant = word >> bits * i & ((1u << bits) - 1);
+        const float value = __fmul_rn(quant_value(traits, quant), of.scale);  // the sum alone is rounded
+        to[first + i] = from_float<T>(__fadd_rn(value, of.minimum) * matrix.multiplier);
+      }
+      continue;
+    }
     const int64_t group = row * groups + (traits.group == 0 ? 0 : first / traits.group);
     const float scale = scale_value(traits, matrix.scales, group) * matrix.multiplier;
     const float zero = traits.zeros == PackedZeros::kOfGroup ? float(__ldg(matrix.zeros + group)) : 0.f;

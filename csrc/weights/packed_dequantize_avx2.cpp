@@ -30,9 +30,10 @@ HF_INLINE __m256i rounded_top(__m256 value) {
 }
 
 // Sixteen quants in bytes, less their zero or as they are in fp8 and in tables, times `scale`. `zero`: of
-// quants of 8 bits from 0 up.
+// quants of 8 bits from 0 up. `minimum`: what is added, where the format has it.
 template <PackedFormat kFormat, class Element>
-HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, int zero, typename Element::Storage* to) {
+HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, int zero, __m256 minimum,
+                                  typename Element::Storage* to) {
   __m256 low, high;
   if constexpr (Traits<kFormat>::kIsFloat) {  // float16's bits of 2^-8 of the value
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
@@ -49,7 +50,11 @@ HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, int zero, typenam
     low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
     high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
   }
-  low = _mm256_mul_ps(low, scale), high = _mm256_mul_ps(high, scale);
+  if constexpr (Traits<kFormat>::kHasMinimums) {  // the product is exact
+    low = _mm256_fmadd_ps(low, scale, minimum), high = _mm256_fmadd_ps(high, scale, minimum);
+  } else {
+    low = _mm256_mul_ps(low, scale), high = _mm256_mul_ps(high, scale);
+  }
   if constexpr (std::is_same_v<Element, BF16>) {  // none is NaN
     const __m256i both = _mm256_packus_epi32(rounded_top(low), rounded_top(high));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(both, 0xd8));
@@ -59,10 +64,12 @@ HF_INLINE void dequantize_sixteen(__m128i bytes, __m256 scale, int zero, typenam
   }
 }
 
-// A block of 128 weights. `scale`, `zero`: of each sub-block.
+// A block of 128 weights. `scale`, `zero`, `minimum`: of each sub-block; of halves of sub-blocks, `scale` has
+// those of the second halves behind the others.
 template <PackedFormat kFormat, class Element>
-HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[kSubBlocks],
-                                const int (&zero)[kSubBlocks], typename Element::Storage* to) {
+HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[2 * kSubBlocks],
+                                const int (&zero)[kSubBlocks], const __m256 (&minimum)[kSubBlocks],
+                                typename Element::Storage* to) {
   constexpr int kHalves = bits_of(kFormat) / 4;  // of a sub-block
 #pragma GCC unroll 2
   for (int half = 0; half < kHalves; ++half) {
@@ -75,13 +82,14 @@ HF_INLINE void dequantize_block(const uint8_t* quants, const __m256 (&scale)[kSu
     for (int s = 0; s < int(kSubBlocks); ++s) {
       auto* const at = to + s * kSubBlock + half * 16;
       if constexpr (kHalves == 2) {
-        dequantize_sixteen<kFormat, Element>(piece[s], scale[s], zero[s], at);
+        const int of_half = Traits<kFormat>::kScalesHalves ? half * int(kSubBlocks) : 0;
+        dequantize_sixteen<kFormat, Element>(piece[s], scale[of_half + s], zero[s], minimum[s], at);
       } else {
         const __m128i nibble = _mm_set1_epi8(15), less = _mm_set1_epi8(static_cast<char>(zero[s]));
         const __m128i even = _mm_sub_epi8(_mm_and_si128(piece[s], nibble), less);
         const __m128i odd = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(piece[s], 4), nibble), less);
-        dequantize_sixteen<kFormat, Element>(_mm_unpacklo_epi8(even, odd), scale[s], 0, at);
-        dequantize_sixteen<kFormat, Element>(_mm_unpackhi_epi8(even, odd), scale[s], 0, at + 16);
+        dequantize_sixteen<kFormat, Element>(_mm_unpacklo_epi8(even, odd), scale[s], 0, minimum[s], at);
+        dequantize_sixteen<kFormat, Element>(_mm_unpackhi_epi8(even, odd), scale[s], 0, minimum[s], at + 16);
       }
     }
   }
@@ -100,10 +108,21 @@ void dequantize_rows(const PackedWeight& weight, int64_t in_features, int64_t be
     const uint8_t* quants = weight.quants + n * weight.row_bytes();
     const Scale* scales = static_cast<const Scale*>(weight.scales) + n * weight.groups;
     for (int64_t b = 0; b < weight.blocks; ++b, quants += kBytes) {
-      __m256 scale[kSubBlocks];
+      __m256 scale[2 * kSubBlocks], minimum[kSubBlocks];
       int zero[kSubBlocks];
+      BlockFactors<kFormat> factors;
+      if constexpr (Traits<kFormat>::kHasRecords)
+        factors = BlockFactors<kFormat>::of(scales + b * Traits<kFormat>::kRecordBytes);
 #pragma GCC unroll 4
       for (int s = 0; s < int(kSubBlocks); ++s) {
+        if constexpr (Traits<kFormat>::kHasRecords) {
+          scale[s] = _mm256_set1_ps(factors.scale[s] * unit);
+          if constexpr (Traits<kFormat>::kScalesHalves)
+            scale[s + kSubBlocks] = _mm256_set1_ps(factors.scale[s + kSubBlocks] * unit);
+          minimum[s] = _mm256_set1_ps(factors.minimum[s] * unit);
+          zero[s] = 0;
+          continue;
+        }
         const int64_t group = group_of(kFormat, b, s);
         const float of_group = scale_to_float(scales[group]);
         zero[s] =
@@ -112,9 +131,9 @@ void dequantize_rows(const PackedWeight& weight, int64_t in_features, int64_t be
       }
       const int64_t count = std::min(kPackedBlock, in_features - b * kPackedBlock);
       if (count == kPackedBlock) {
-        dequantize_block<kFormat, Element>(quants, scale, zero, to);
+        dequantize_block<kFormat, Element>(quants, scale, zero, minimum, to);
       } else {
-        dequantize_block<kFormat, Element>(quants, scale, zero, last);
+        dequantize_block<kFormat, Element>(quants, scale, zero, minimum, last);
         std::copy_n(last, count, to);
       }
       to += count;

@@ -64,13 +64,15 @@ HF_INLINE __m512i nibble_words(__m512i both, int s, __m512i values) {
 // ---- int8 ----
 
 // A sub-block of a block's 128 signed bytes, times kByteUnit, as each lies in the upper byte of 32 bits.
+// `unit`: of its first half and of its second.
 constexpr float kByteUnit = 0x1p-24f;
-HF_INLINE void byte_values(__m512i first, __m512i second, int s, __m512 unit, __m512& low, __m512& high) {
+HF_INLINE void byte_values(__m512i first, __m512i second, int s, const __m512 (&unit)[2], __m512& low,
+                           __m512& high) {
   const __m128i lane =
       _mm_setr_epi8(-1, -1, -1, 4 * s, -1, -1, -1, 4 * s + 1, -1, -1, -1, 4 * s + 2, -1, -1, -1, 4 * s + 3);
   const __m512i places = _mm512_broadcast_i32x4(lane);
-  low = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(first, places)), unit);
-  high = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(second, places)), unit);
+  low = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(first, places)), unit[0]);
+  high = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(second, places)), unit[1]);
 }
 
 // The same of bytes from 0 up, less a zero and times a scale.
@@ -150,6 +152,10 @@ struct PackedRows {
   HF_INLINE PackedRows of(const PackedWeight& args) {
     return {args.quants, static_cast<const Scale*>(args.scales), args.zeros, args.blocks, args.groups};
   }
+  // The record of a row's block.
+  HF_INLINE BlockFactors<kFormat> factors(const PackedRows& weight, int64_t row, int64_t b) {
+    return BlockFactors<kFormat>::of(weight.scales + row * weight.groups + b * Traits<kFormat>::kRecordBytes);
+  }
   // The quants of a row's block.
   HF_INLINE const uint8_t* block(const PackedRows& weight, int64_t row, int64_t b) {
     return weight.quants + (row * weight.blocks + b) * kBytes;
@@ -200,7 +206,10 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
   __m512i words[kTerms];
   const uint8_t* const quants = Weight::block(weight, row, b);
   const __m512i first = _mm512_loadu_si512(quants);
+  BlockFactors<kFormat> factors;
+  if constexpr (Traits<kFormat>::kHasRecords) factors = Weight::factors(weight, row, b);
   const auto scale = [&](int s) {
+    if constexpr (Traits<kFormat>::kHasRecords) return factors.scale[s] * multiplier;
     return (Traits<kFormat>::kScalesSums ? 1.0f : Weight::scale(weight, row, b, s)) * multiplier;
   };
   if constexpr (bits_of(kFormat) == 4) {
@@ -214,8 +223,13 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
     for (int s = 0; s < kCount; ++s) {
       if (s % Traits<kFormat>::kTogether == 0) {
         const auto zero = static_cast<float>(Weight::zero(weight, row, b, s));  // a table has 0
-        const __m512 table =
-            _mm512_mul_ps(_mm512_sub_ps(steps, _mm512_set1_ps(zero)), _mm512_set1_ps(scale(s)));
+        __m512 table;
+        if constexpr (Traits<kFormat>::kHasMinimums) {
+          table = _mm512_fmadd_ps(steps, _mm512_set1_ps(scale(s)),
+                                  _mm512_set1_ps(factors.minimum[s] * multiplier));
+        } else {
+          table = _mm512_mul_ps(_mm512_sub_ps(steps, _mm512_set1_ps(zero)), _mm512_set1_ps(scale(s)));
+        }
         round_in_terms<Element>(table, table, words);
       }
       for (int term = 0; term < kTerms; ++term) write(s, term, nibble_words(first, s, words[term]));
@@ -223,16 +237,24 @@ HF_INLINE void dequantize_block(PackedRows<kFormat> weight, int64_t row, int64_t
   } else {
     const __m512i second = _mm512_loadu_si512(quants + 64);
     if constexpr (!Traits<kFormat>::kIsFloat) {
-      __m512 of_sub_block;
+      __m512 of_sub_block[2];
 #pragma GCC unroll 4
       for (int s = 0; s < kCount; ++s) {
         __m512 low, high;
-        if (s % Traits<kFormat>::kTogether == 0)
-          of_sub_block = _mm512_set1_ps(scale(s) * (Traits<kFormat>::kIsSigned ? kByteUnit : 1.0f));
+        if (s % Traits<kFormat>::kTogether == 0) {
+          const float unit = Traits<kFormat>::kIsSigned ? kByteUnit : 1.0f;
+          of_sub_block[0] = of_sub_block[1] = _mm512_set1_ps(scale(s) * unit);
+          if constexpr (Traits<kFormat>::kScalesHalves)
+            of_sub_block[1] = _mm512_set1_ps(scale(s + int(kSubBlocks)) * unit);
+        }
         if constexpr (Traits<kFormat>::kIsSigned) {
           byte_values(first, second, s, of_sub_block, low, high);
         } else {
-          byte_values_less(first, second, s, Weight::zero(weight, row, b, s), of_sub_block, low, high);
+          byte_values_less(first, second, s, Weight::zero(weight, row, b, s), of_sub_block[0], low, high);
+        }
+        if constexpr (Traits<kFormat>::kHasMinimums) {  // the product is exact
+          const __m512 minimum = _mm512_set1_ps(factors.minimum[s] * multiplier);
+          low = _mm512_add_ps(low, minimum), high = _mm512_add_ps(high, minimum);
         }
         round_in_terms<Element>(low, high, words);
         for (int term = 0; term < kTerms; ++term) write(s, term, words[term]);

@@ -23,20 +23,28 @@ constexpr const PackedTraits& traits_of(PackedFormat format) {
 
 constexpr bool has_kernels(PackedFormat format) { return traits_of(format).has_kernels; }
 constexpr bool has_gpu_products(PackedFormat format) { return traits_of(format).gpu_products; }
+constexpr bool has_gpu_experts(PackedFormat format) { return traits_of(format).gpu_experts; }
 constexpr int bits_of(PackedFormat format) { return traits_of(format).bits; }
 constexpr bool is_float(PackedFormat format) { return traits_of(format).values == PackedValues::kFloats; }
 constexpr bool has_table(PackedFormat format) { return traits_of(format).values == PackedValues::kTable; }
 constexpr bool has_zeros(PackedFormat format) { return traits_of(format).zeros == PackedZeros::kOfGroup; }
 constexpr bool has_scale_of_row(PackedFormat format) { return traits_of(format).group == 0; }
 constexpr int scale_bytes(PackedFormat format) { return traits_of(format).scale_bytes; }
-
-// Sub-blocks of a block that share a scale.
-constexpr int64_t sub_blocks_of_scale(PackedFormat format) {
-  return has_scale_of_row(format) ? kSubBlocks : traits_of(format).group / kSubBlock;
+constexpr bool has_records(PackedFormat format) { return traits_of(format).record_bytes > 0; }
+constexpr bool has_minimums(PackedFormat format) {
+  return traits_of(format).scales == PackedScales::kMinimums ||
+         traits_of(format).scales == PackedScales::kKMinimums;
 }
 
-// Scales of a row.
+// Sub-blocks of a block that share a scale; 1 where each has two.
+constexpr int64_t sub_blocks_of_scale(PackedFormat format) {
+  if (has_scale_of_row(format)) return kSubBlocks;
+  return traits_of(format).group < kSubBlock ? 1 : traits_of(format).group / kSubBlock;
+}
+
+// Elements that the tensor of scales has for a row: scales, or bytes of records.
 constexpr int64_t groups_of(PackedFormat format, int64_t blocks) {
+  if (has_records(format)) return blocks * traits_of(format).record_bytes;
   return has_scale_of_row(format) ? 1 : blocks * (kPackedBlock / traits_of(format).group);
 }
 
@@ -61,6 +69,9 @@ struct Traits {
   static constexpr int kTogether = static_cast<int>(sub_blocks_of_scale(kFormat));  // sub-blocks of a scale
   static constexpr bool kEachSubBlock = kTogether == 1;                             // a scale for each
   static constexpr int kScalesPerBlock = kScalesSums ? 0 : static_cast<int>(kSubBlocks) / kTogether;
+  static constexpr bool kHasRecords = has_records(kFormat), kHasMinimums = has_minimums(kFormat);
+  static constexpr bool kScalesHalves =
+      !kScalesSums && traits_of(kFormat).group < kSubBlock;  // of sub-blocks
   // Quants of 8 bits that are signed.
   static constexpr bool kIsSigned = kBits == 8 && kIsInteger && !kHasZeros;
   static constexpr int kZerosPerBlock = kHasZeros ? kScalesPerBlock : 0;
@@ -68,6 +79,8 @@ struct Traits {
   using Scale =
       std::conditional_t<kScaleBytes == 4, float, std::conditional_t<kScaleBytes == 1, uint8_t, uint16_t>>;
   static constexpr int kScaleHalves = kScalesPerBlock * kScaleBytes / 2;  // of a block, in 16 bits
+  static constexpr int kRecordBytes = traits_of(kFormat).record_bytes;
+  static constexpr int kBlockScaleBytes = kHasRecords ? kRecordBytes : kScalesPerBlock * kScaleBytes;
 
   // Kernels know no other formats: what they take for granted of a branch is said here.
   static_assert(!kHasTable || (kBits == 4 && !kHasZeros && kZero == 0),
@@ -75,10 +88,16 @@ struct Traits {
   static_assert(kHasTable ? (kTogether == 2 && kScaleBytes == 4) || (kEachSubBlock && kScaleBytes == 1)
                           : kTogether != 2,
                 "values of a table, and no others, have scales in float32, of 64 weights, or bytes, of 32");
-  static_assert(kHasTable || kScaleBytes == 2 || kScalesSums || kIsFloat,
+  static_assert(kHasTable || kHasRecords || kScaleBytes == 2 || kScalesSums || kIsFloat,
                 "other scales in float32 are a row's, or those of floats");
   static_assert(!has_gpu_products(kFormat) || kScaleBytes != 1,
                 "on a GPU experts alone have scales in bytes");
+  static_assert(!kHasRecords || (!has_gpu_products(kFormat) && !has_gpu_experts(kFormat)),
+                "kernels of a CPU alone read records");
+  static_assert(!kHasRecords || (kIsInteger && !kHasZeros && kEachSubBlock),
+                "records are of whole numbers, without zeros");
+  static_assert(!kScalesHalves || (kIsSigned && kHasRecords && !kHasMinimums),
+                "halves of sub-blocks have scales in records, without minimums");
   static_assert(kBits == 8 || kBits == 4, "kernels unpack quants of 8 and of 4 bits");
   static_assert(kBits == 8 || !kIsFloat, "floats are e4m3");
   static_assert(!kIsFloat || kScalesSums || (kTogether == 4 && kScaleBytes == 4),
@@ -89,8 +108,8 @@ struct Traits {
   static_assert(kBits == 4 || kEachSubBlock || !kHasZeros, "bytes with zeros have groups of 32");
   static_assert(kBits == 8 || kHasTable || kEachSubBlock || kHasZeros,
                 "groups of 128 of 4 bits have zeros of their own");
-  static_assert(kBits == 8 || !kEachSubBlock || kHasZeros || kHasTable || kZero == 8,
-                "groups of 32 of 4 bits have zeros of their own, or a zero of 8");
+  static_assert(kBits == 8 || !kEachSubBlock || kHasZeros || kHasTable || kZero == 8 || kHasMinimums,
+                "groups of 32 of 4 bits have zeros of their own, or a zero of 8, or minimums");
   static_assert(kScalesSums || kHasTable || kEachSubBlock || kScalesPerBlock == 1,
                 "else a block has one scale");
 };

@@ -9,6 +9,9 @@
 
 namespace hf_fastpath {
 
+// Whether packed_gemv_records.cu reads it.
+constexpr bool reads_records(PackedFormat format) { return has_kernels(format) && has_records(format); }
+
 // A quantized matrix but for its quants. A gated one has the rows of gate, then those of up.
 struct PackedMatrix {
   PackedFormat format;

@@ -68,8 +68,36 @@ HF_VALUE float scale_value(const PackedTraits& traits, const void* scales, int64
       return static_cast<const float*>(scales)[place];
     case PackedScales::kE8m0:
       return power_value(static_cast<const uint8_t*>(scales)[place]);
+    default:
+      return 0.0f;  // records have no scale at a place
   }
-  return 0.0f;  // there are no others
+}
+
+HF_VALUE float half_at(const uint8_t* from) {
+  return half_value(static_cast<uint16_t>(from[0] | from[1] << 8));
+}
+
+// A weight is scale * quant + minimum.
+struct PackedFactors {
+  float scale, minimum;
+};
+
+// Those of the weight at `place` among the weights of a block, in order, of the block's record.
+HF_VALUE PackedFactors record_factors(const PackedTraits& traits, const uint8_t* record, int place) {
+  const int group = place / static_cast<int>(traits.group);
+  switch (traits.scales) {
+    case PackedScales::kMinimums:
+      return {half_at(record + 4 * group), half_at(record + 4 * group + 2)};
+    case PackedScales::kKMinimums:
+      return {half_at(record) * static_cast<float>(record[4 + group]),
+              -half_at(record + 2) * static_cast<float>(record[8 + group])};
+    case PackedScales::kKScales:
+      return {
+          half_at(record) * static_cast<float>(static_cast<int8_t>(record[4 + group % 2 * 4 + group / 2])),
+          0.0f};
+    default:
+      return {0.0f, 0.0f};  // others have no records
+  }
 }
 
 }  // namespace

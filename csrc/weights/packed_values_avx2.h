@@ -30,6 +30,48 @@ HF_INLINE __m256i zeros_of_sub_blocks(const uint8_t* zeros) {
   return _mm256_cvtepu8_epi16(_mm_shuffle_epi8(_mm_cvtsi32_si128(bits), places));
 }
 
+// A block's scales and minimums in float32, of its record; of halves of sub-blocks those of the first halves,
+// then those of the second.
+template <PackedFormat kFormat>
+struct BlockFactors {
+  float scale[2 * kSubBlocks], minimum[kSubBlocks];
+
+  HF_INLINE BlockFactors of(const uint8_t* record) {
+    constexpr PackedScales kScales = traits_of(kFormat).scales;
+    const auto half = [&](int at) {
+      uint16_t bits;
+      __builtin_memcpy(&bits, record + at, sizeof bits);
+      return half_to_float(bits);
+    };
+    BlockFactors made{};
+    for (int s = 0; s < int(kSubBlocks); ++s) {
+      if constexpr (kScales == PackedScales::kMinimums) {
+        made.scale[s] = half(4 * s), made.minimum[s] = half(4 * s + 2);
+      } else if constexpr (kScales == PackedScales::kKMinimums) {
+        made.scale[s] = half(0) * static_cast<float>(record[4 + s]);
+        made.minimum[s] = -half(2) * static_cast<float>(record[8 + s]);
+      } else {
+        for (int h = 0; h < 2; ++h)
+          made.scale[h * kSubBlocks + s] =
+              half(0) * static_cast<float>(static_cast<int8_t>(record[4 + h * 4 + s]));
+      }
+    }
+    return made;
+  }
+};
+
+// Whether records are pairs of a scale and a minimum.
+template <PackedFormat kFormat>
+inline constexpr bool kHasPairs = traits_of(kFormat).scales == PackedScales::kMinimums;
+
+// The scales of the sub-blocks' first halves, or of their second, as 16 bytes of 8-bit quants want them.
+HF_INLINE __m256i scales_of_halves(const uint8_t* record, int half) {
+  int bits;
+  __builtin_memcpy(&bits, record + 4 + 4 * half, sizeof bits);
+  const __m128i places = _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(_mm_cvtsi32_si128(bits), places));
+}
+
 // Eight values; only the lowest four bits of a place count. A permutation takes three of them, and the fourth
 // chooses between two: a table of 16 floats is two registers.
 template <PackedFormat kFormat>

@@ -14,10 +14,9 @@ inline bool are_scales(const Tensor& tensor, PackedScales scales) {
       return tensor.scalar_type() == ScalarType::Half;
     case PackedScales::kFloat32:
       return tensor.scalar_type() == ScalarType::Float;
-    case PackedScales::kE8m0:
+    default:  // bytes of exponents, or of records
       return tensor.scalar_type() == ScalarType::Byte;
   }
-  return false;
 }
 
 struct PackedShape {

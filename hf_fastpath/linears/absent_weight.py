@@ -27,6 +27,14 @@ class AbsentWeight:
     def __init__(self, dtype: torch.dtype, device: torch.device, shape: tuple[int, int]):
         self.dtype, self.device, self.shape = dtype, device, torch.Size(shape)
 
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def new_empty(self, *shape: int) -> torch.Tensor:
+        """Return a tensor of the weight's type, on its device."""
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 

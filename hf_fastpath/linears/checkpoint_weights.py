@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..quantization.formats import InputRounding
+from ..quantization.ggml_blocks import BlockType
 
 
 @dataclass(frozen=True)
@@ -67,4 +68,19 @@ class ByteWeight:
         return self.values.view(torch.uint8)
 
 
-AnyWeight = IntWeight | TableWeight | ByteWeight
+@dataclass(frozen=True)
+class BlockWeight:
+    """A weight as blocks of a GGUF file.
+
+    Attributes:
+        kind: the type of the blocks.
+        blocks: uint8 [out_features, bytes of a row].
+        order: int64 [in_features], the input that each column is for; None if inputs are in order.
+    """
+
+    kind: BlockType
+    blocks: torch.Tensor
+    order: torch.Tensor | None = None
+
+
+AnyWeight = IntWeight | TableWeight | ByteWeight | BlockWeight

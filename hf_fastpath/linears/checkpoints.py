@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import NoCounterpart
-from . import eight_bits
+from . import eight_bits, gguf_modules
 from .checkpoint_weights import AnyWeight, IntWeight, TableWeight
 
 
@@ -31,7 +31,7 @@ class LayerFamily:
         read: reads a layer's weight.
         written: makes a layer's tensors, by name, of the weight that ``read`` gave; None: what is here is kept.
         release: frees what ``restore`` can make again of the quants that ``read`` gave; None: nothing.
-        restore: gives a layer what was freed, bit for bit.
+        restore: gives a layer what was freed, bit for bit, of its quants; or of the weight, ``restores_weight``.
         of_bytes: whether a scheme's weights of bytes belong to it, and no others.
 
     ``read`` raises NoCounterpart if a layer of the family means more than these weights can say.
@@ -43,7 +43,8 @@ class LayerFamily:
     read: Callable[[nn.Module], AnyWeight]
     written: Callable[[nn.Module, IntWeight], dict[str, torch.Tensor]] | None = None
     release: Callable[[nn.Module], None] | None = None
-    restore: Callable[[nn.Module, torch.Tensor], None] | None = None
+    restore: Callable[[nn.Module, Any], None] | None = None
+    restores_weight: bool = False
     of_bytes: bool = False
 
     def has(self, module: nn.Module) -> bool:
@@ -338,6 +339,15 @@ FAMILIES = (
         eight_bits.fine_grained,
         release=eight_bits.release,
         restore=eight_bits.restore,
+    ),
+    LayerFamily(
+        "GGUF",
+        "transformers",
+        (gguf_modules.LINEAR,),
+        gguf_modules.read,
+        release=gguf_modules.release,
+        restore=gguf_modules.restore,
+        restores_weight=True,
     ),
     LayerFamily("FP8 of experts and groups", "transformers", ("FP8Experts", "FP8GroupedLinear"), eight_bits.refused),
     LayerFamily(

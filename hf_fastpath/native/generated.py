@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ..packed_formats import FORMATS, SCALE_BYTES, Format, QuantValues, ZeroPoints
+from ..packed_formats import FORMATS, RECORDS, SCALE_BYTES, Format, QuantValues, ZeroPoints
 
 _MARK = "// Written by the build (hf_fastpath/native/generated.py) from hf_fastpath/packed_formats.py."
 
@@ -55,8 +55,8 @@ _HEADER = """#pragma once
 
 namespace hf_fastpath {
 
-// What quants are, which quant is the weight 0, and the type of scales: QuantValues, ZeroPoints and
-// SCALE_BYTES have them in Python. weights/packed_values.h says what values these stand for.
+// What quants are, which quant is the weight 0, and the type of scales: QuantValues, ZeroPoints, SCALE_BYTES
+// and RECORDS have them in Python. weights/packed_values.h says what values these stand for.
 enum class PackedValues : int { %(values)s };
 enum class PackedZeros : int { %(zeros)s };
 enum class PackedScales : int { %(scales)s };
@@ -69,9 +69,11 @@ struct PackedTraits {
   PackedZeros zeros;
   int zero;  // the quant of kFixed
   PackedScales scales;
-  int scale_bytes;    // of a scale
+  int scale_bytes;    // of an element of the tensor that holds scales
+  int record_bytes;   // of what a block has instead of scales, or 0
   bool has_kernels;   // of its own, beside those that read any format
-  bool gpu_products;  // kernels of products on a GPU read it; else those of experts alone
+  bool gpu_products;  // kernels of products on a GPU read it
+  bool gpu_experts;   // those of experts do
   int steps;          // of kTable: 1 is so many steps
   float table[16];    // of kTable: the values
 };
@@ -94,6 +96,17 @@ template <class F>
 static inline auto with_format(PackedFormat format, F&& f) {
   switch (format) {
 %(cases)s
+    default:
+      break;
+  }
+  __builtin_unreachable();
+}
+
+// The same of a format that kernels of experts on a GPU read.
+template <class F>
+static inline auto with_gpu_experts_format(PackedFormat format, F&& f) {
+  switch (format) {
+%(experts_cases)s
     default:
       break;
   }
@@ -134,9 +147,9 @@ def _row(format: Format) -> str:
     for at in range(0, len(format.table), 4):
         lines.append(", ".join(f"{_FLOAT_ZEROS.sub('p', each.hex())}f" for each in format.table[at : at + 4]))
     table = f",{_NEW_LINE}".join(lines)
-    kernels = [str(each).lower() for each in (format.has_kernels, format.has_gpu_products)]
-    name, bytes = f'"{format.name}"', format.scale_bytes
-    traits = (name, format.bits, values, format.group, zeros, format.zero, scales, bytes, *kernels)
+    kernels = [str(each).lower() for each in (format.has_kernels, format.has_gpu_products, format.has_gpu_experts)]
+    name, bytes = f'"{format.name}"', (format.scale_bytes, format.record.nbytes if format.record else 0)
+    traits = (name, format.bits, values, format.group, zeros, format.zero, scales, *bytes, *kernels)
     return f"    {{{', '.join(map(str, traits))}, {format.steps}, {{{table and _NEW_LINE + table}}}}},"
 
 
@@ -155,14 +168,16 @@ def files() -> dict[str, str]:
         "rows": "\n".join(map(_row, formats)),
         "cases": "\n".join(map(_case, own)),
         "gpu_cases": "\n".join(_case(format) for format in own if format.has_gpu_products),
+        "experts_cases": "\n".join(_case(format) for format in own if format.has_gpu_experts),
         "values": ", ".join(_camel(each.value) for each in QuantValues),
         "zeros": ", ".join(_camel(each.value) for each in ZeroPoints),
-        "scales": ", ".join(map(_camel, SCALE_BYTES)),
+        "scales": ", ".join(map(_camel, (*SCALE_BYTES, *RECORDS))),
     }
     made = {"weights/formats.generated.h": f"{_MARK}\n{header}"}
     for place, text in _INSTANCES.items():
         for format in own:
-            if not format.has_gpu_products and not place.startswith(_EXPERTS):
+            has_it = format.has_gpu_experts if place.startswith(_EXPERTS) else format.has_gpu_products
+            if not has_it:
                 continue
             named = text.replace("{enumerator}", _enumerator(format))
             made[place.format(name=format.name)] = f"{_MARK}\n{named}"

@@ -111,7 +111,7 @@ def _stack_reasons(name, x, parts, format, rows: int, in_features: int) -> list[
     known, (quants, scales, zeros) = FORMATS[PackedFormat(format).label], parts
     expected = {
         "quants": (quants, torch.uint8, padded(in_features) * known.bits // 8),
-        "scales": (scales, scale_dtype(known), known.groups(in_features)),
+        "scales": (scales, scale_dtype(known), known.scale_columns(in_features)),
     }
     reasons = []
     if known.has_zeros != (zeros is not None):

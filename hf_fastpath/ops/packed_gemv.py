@@ -70,7 +70,8 @@ def weight_reasons(x, quants, scales, zeros, format: PackedFormat) -> list[str]:
     known, out_features = FORMATS[format.label], quants.shape[0] if quants.dim() else 0
     groups = out_features, known.groups(x.shape[-1])
     reasons = _part_reasons("quants", x, quants, torch.uint8, (out_features, padded(x.shape[-1]) * known.bits // 8))
-    reasons += _part_reasons("scales", x, scales, scale_dtype(known), groups)
+    columns = out_features, known.scale_columns(x.shape[-1])
+    reasons += _part_reasons("scales", x, scales, scale_dtype(known), columns)
     if known.has_zeros != (zeros is not None):
         reasons.append(f"zeros is {'missing' if zeros is None else 'given'}, which format {format} does not go with")
     elif zeros is not None:

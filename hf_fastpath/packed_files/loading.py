@@ -225,7 +225,7 @@ def _weights_differences(model: nn.Module, files: PackedFiles) -> Iterator[str]:
             yield f"{name} is saved as {sizes[0]} -> {sizes[1]}, in the model it is {what}"
         shapes = {
             "quants": ("uint8", [sizes[1], padded(sizes[0]) * format.bits // 8]),
-            "scales": (str(scale_dtype(format)).removeprefix("torch."), [sizes[1], format.groups(sizes[0])]),
+            "scales": (str(scale_dtype(format)).removeprefix("torch."), [sizes[1], format.scale_columns(sizes[0])]),
         }
         if format.has_zeros:
             shapes["zeros"] = ("uint8", shapes["scales"][1])

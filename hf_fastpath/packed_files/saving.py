@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..compat import save_config
+from ..linears.packed_embedding import PackedEmbedding
 from ..linears.packed_linear import PackedLinear
 from ..patching.state import state_of
 from .file_index import Header
@@ -53,8 +54,9 @@ def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: 
     Raises:
         OSError: a file cannot be written.
         TimeoutError: another save into the directory is under way.
-        ValueError: the model has no packed weights, or some are not in memory; ``max_shard_size`` is no size; the
-            directory's index of packed files is another program's, or damaged.
+        ValueError: the model has no packed weights, or some are not in memory, or its table of embeddings is
+            packed; ``max_shard_size`` is no size; the directory's index of packed files is another program's, or
+            damaged.
     """
     state = state_of(model)
     limit = _bytes_of(max_shard_size)
@@ -63,6 +65,12 @@ def save_packed(model: nn.Module, directory: str | os.PathLike, max_shard_size: 
         raise ValueError(
             f"save_packed() got a {type(model).__name__} without packed weights: patch(model, weights='int4_g32') "
             "first, or use save_pretrained()"
+        )
+    table = next((name for name, module in model.named_modules() if type(module) is PackedEmbedding), None)
+    if table is not None:
+        raise ValueError(
+            f"save_packed(): {table} is a quantized table of embeddings, which its files do not hold: keep the GGUF "
+            "file, which from_gguf() loads as it is"
         )
     tensors: dict[str, torch.Tensor] = {}
     for name, module in packed.items():

@@ -14,7 +14,8 @@ from ..packed_formats import BLOCK, FORMATS, SUB_BLOCKS, Format, padded
 
 __all__ = ["BLOCK", "FORMATS", "Format", "InputRounding", "PackedWeight", "PreparedInputWeight"]
 __all__ += ["ReorderedWeight", "RoundedInputWeight"]
-__all__ += ["is_multiplier", "pack", "padded", "scale_bits", "scale_dtype", "scale_values", "unpack"]
+__all__ += ["factors", "is_multiplier", "pack", "padded", "records_of", "scale_bits", "scale_dtype", "scale_values"]
+__all__ += ["unpack"]
 
 #: bits of 2^-127, the scale of a byte that is 0; behind the sign, bits of other powers are the byte alone
 _LEAST_POWER = 0x00400000
@@ -22,7 +23,7 @@ _LEAST_POWER = 0x00400000
 
 def scale_dtype(format: Format) -> torch.dtype:
     """Return the type of the tensor that holds a format's scales."""
-    return torch.uint8 if format.scale_dtype == "e8m0" else getattr(torch, format.scale_dtype)
+    return torch.uint8 if format.scale_bytes == 1 else getattr(torch, format.scale_dtype)
 
 
 def scale_values(format: Format, scales: torch.Tensor) -> torch.Tensor:
@@ -32,13 +33,84 @@ def scale_values(format: Format, scales: torch.Tensor) -> torch.Tensor:
     return (scales.int() << 23).clamp_(min=_LEAST_POWER).view(torch.float32)
 
 
-def scale_bits(format: Format, scales: torch.Tensor) -> torch.Tensor:
-    """Return scales of float32 as the format holds them, rounded to nearest."""
+def factors(format: Format, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the scales of groups and their minimums or None, in float32, which holds all of them.
+
+    Args:
+        scales: as a weight of the format has them.
+
+    Returns:
+        Two of [rows, groups].
+    """
+    record = format.record
+    if record is None:
+        return scale_values(format, scales), None
+    rows = len(scales)
+    records = scales.reshape(rows, -1, record.nbytes)
+    if format.scale_dtype == "minimums":
+        pairs = records.view(torch.float16).float().view(rows, -1, 2)
+        return pairs[..., 0], pairs[..., 1]
+    of_block, of_groups = records[..., :4].contiguous().view(torch.float16).float(), records[..., 4:]
+    if format.scale_dtype == "k_scales":
+        by_number = of_groups.view(torch.int8).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return (of_block[..., :1] * by_number.float()).flatten(1), None
+    low, high = of_groups.float().chunk(2, dim=-1)
+    return (of_block[..., :1] * low).flatten(1), -(of_block[..., 1:] * high).flatten(1)
+
+
+def records_of(format: Format, of_block: torch.Tensor, of_groups: torch.Tensor) -> torch.Tensor:
+    """Return records as a weight holds them, which :func:`factors` reads.
+
+    Args:
+        of_block: float16 [rows, blocks, 1 or 2], factors of a block; [rows, blocks, 0] of "minimums".
+        of_groups: of "minimums" float16 [rows, groups, 2]; else uint8 [rows, 1 or 2, groups], of which two are scales
+            and minimums.
+
+    Returns:
+        uint8 [rows, bytes of a row].
+    """
+    rows = len(of_groups)
+    if format.scale_dtype == "minimums":
+        return of_groups.contiguous().view(torch.uint8).view(rows, -1)
+    blocks = of_block.shape[1]
+    if format.scale_dtype == "k_scales":  # even groups in front of odd ones
+        of_groups = of_groups.view(rows, blocks, -1, 2).transpose(-1, -2).reshape(rows, blocks, -1)
+        of_block = torch.cat((of_block, torch.zeros_like(of_block)), -1)
+    else:
+        of_groups = of_groups.view(rows, 2, blocks, -1).transpose(1, 2).reshape(rows, blocks, -1)
+    return torch.cat((of_block.contiguous().view(torch.uint8), of_groups), -1).view(rows, -1)
+
+
+def scale_bits(format: Format, scales: torch.Tensor, minimums: torch.Tensor | None = None) -> torch.Tensor:
+    """Return scales of float32 as the format holds them, rounded to nearest.
+
+    Args:
+        scales: any shape; where the format has records, [rows, groups].
+        minimums: likewise, of a format that has minimums; None for 0. They are not positive in "k_minimums".
+    """
+    if format.record is not None:
+        return _rounded_records(format, scales, torch.zeros_like(scales) if minimums is None else minimums)
     if format.scale_dtype != "e8m0":
         return scales.to(scale_dtype(format))
     mantissa, exponent = torch.frexp(scales.abs())  # from 0.5 up to 1
     power = exponent - (mantissa < math.sqrt(0.5)).to(exponent.dtype)
     return (power + 127).clamp_(0, 254).to(torch.uint8)
+
+
+def _rounded_records(format: Format, scales: torch.Tensor, minimums: torch.Tensor) -> torch.Tensor:
+    """Return records of scales and minimums, with powers of two as factors of a block."""
+    if format.scale_dtype == "minimums":
+        return records_of(format, scales[:, :0, None], torch.stack((scales, minimums), -1).half())
+    bits = 7 if format.scale_dtype == "k_scales" else 8
+    bytes, of_block = [], []
+    for values in (scales,) if bits == 7 else (scales, -minimums):
+        by_block = values.float().view(len(values), -1, BLOCK // format.group)
+        largest = by_block.abs().amax(-1, keepdim=True)
+        factor = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1].clamp(-14 + bits, 15 + bits) - bits)
+        numbers = (by_block / factor).round_().clamp_(-127 if bits == 7 else 0, (1 << bits) - 1)
+        of_block.append(factor.half())
+        bytes.append(numbers.flatten(1).to(torch.int16).to(torch.uint8))
+    return records_of(format, torch.cat(of_block, -1), torch.stack(bytes, 1))
 
 
 def is_multiplier(value: Any) -> bool:
@@ -54,7 +126,8 @@ class PackedWeight:
         format: its format.
         in_features: weights of a row, without padding.
         quants: uint8 [out_features, bytes of a row].
-        scales: float16, float32, or uint8 that are powers of two, as the format says, [out_features, groups].
+        scales: float16, float32, or uint8 that are powers of two, as the format says, [out_features, groups]; or uint8
+            [out_features, bytes of records].
         zeros: uint8 [out_features, groups], or None if the format has no zero points.
         multiplier: a power of two.
     """
@@ -149,12 +222,16 @@ class PackedWeight:
         float32 holds them exactly where scales are float16; a product with a scale in float32 is rounded.
         """
         quants = unpack(self.format, self.quants)
-        rows, scales = self.out_features, scale_values(self.format, self.scales)[..., None]
+        scales, minimums = factors(self.format, self.scales)
+        rows, scales = self.out_features, scales[..., None]
         codebook = torch.stack([scales.new_full((), value) for value in self.format.codebook])  # a graph may hold it
         values = codebook[quants.int()].view(rows, scales.shape[1], -1)
         if self.zeros is not None:
             values -= self.zeros.float()[..., None]
-        values *= scales * self.multiplier
+        if minimums is None:
+            values *= scales * self.multiplier
+        else:
+            values = (values * scales + minimums[..., None]) * self.multiplier
         return values.view(rows, -1)[:, : self.in_features].to(dtype)
 
 

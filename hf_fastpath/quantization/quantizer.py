@@ -1,6 +1,7 @@
 """Quantizing weights: a search finds the scales of least squared error, instead of scaling to the largest weight.
 
-Formats with a table and scales in float32 take the largest weight of a group as its scale.
+Formats with a table and scales in float32 take the largest weight of a group as its scale. Of formats with records a
+group's range gives scale and minimum.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from ..packed_formats import QuantValues
-from .formats import Format, PackedWeight, pack, padded, scale_bits, scale_values
+from .formats import Format, PackedWeight, factors, pack, padded, scale_bits, scale_values
 
 #: factors of the plain scale that are tried: a smaller scale clips the largest weights and is finer for all others
 _SHRINKS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.81, 0.77, 0.72)
@@ -45,7 +46,7 @@ def quantize(weight: torch.Tensor, format: Format) -> PackedWeight:
         multiplier = 2.0 ** (math.frexp(plain)[1] - _LARGEST_SCALE) if plain else 1.0
         width = padded(weight.shape[1])
         rows = max(1, _PIECE // max(width, 1))
-        each = _look_up_rows if takes_largest else _quantize_rows
+        each = _look_up_rows if takes_largest else _fit_rows if format.record else _quantize_rows
         pieces = [each(piece, format, width, multiplier) for piece in weight.split(rows)]
         quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in zip(*pieces))
         if format.scale_dtype == "e8m0":  # whose range is that of float32
@@ -62,6 +63,23 @@ def _look_up_rows(weight: torch.Tensor, format: Format, width: int, multiplier: 
     quants = _nearest(steps, format)
     quants[:, weight.shape[1] :] = format.empty_quant
     return pack(format, quants), scales, None
+
+
+def _fit_rows(weight: torch.Tensor, format: Format, width: int, multiplier: float):
+    """Quantize to records: the least and the largest quant are a group's least and largest weight, or the largest
+    magnitude is its scale's."""
+    rows = weight.shape[0]
+    w = functional.pad(weight.float() / multiplier, (0, width - weight.shape[1])).view(rows, format.groups(width), -1)
+    low, high = w.amin(-1).clamp_(max=0), w.amax(-1).clamp_(min=0)
+    if not format.has_minimums:
+        low, high = torch.zeros_like(low), torch.maximum(-low, high)
+    records = scale_bits(format, (high - low) / format.highest, low)
+    scales, minimums = factors(format, records)
+    steps = w if minimums is None else w - minimums[..., None]
+    steps = steps / torch.where(scales == 0, torch.ones_like(scales), scales)[..., None]
+    quants = steps.round_().clamp_(format.lowest, format.highest).view(rows, -1)
+    quants[:, weight.shape[1] :] = format.empty_quant
+    return pack(format, quants.to(torch.int8).view(torch.uint8)), records, None
 
 
 def _nearest(steps: torch.Tensor, format: Format) -> torch.Tensor:

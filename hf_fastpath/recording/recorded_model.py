@@ -17,6 +17,7 @@ from ..decode.model.whole_model import WholeModel
 from ..decode.plans.plan_cache import PlanCache
 from ..decode.run.program import Program
 from ..decode.sources.step_source import StepInputs
+from ..linears.packed_embedding import PackedEmbedding
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause, class_name
@@ -266,9 +267,8 @@ class RecordedModel(WholeModel):
         if self.embedding is None or self.head is None:
             return Cause("not_recorded", "it has no embedding or no head", self.module)
         table = getattr(self.embedding, "weight", None)
-        if not isinstance(table, torch.Tensor):
-            what = f"a table of embeddings whose weight is no tensor, but {class_name(table)}"
-            return odd_module(self.embedding, what)
+        if not isinstance(table, torch.Tensor) and type(self.embedding) is not PackedEmbedding:
+            return odd_module(self.embedding, f"a table of embeddings whose weight is a {class_name(table)}")
         return None
 
     def shape_reason(self, batch: int, query_len: int) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from ..errors import NoCounterpart
-from ..linears.checkpoint_weights import AnyWeight, ByteWeight, IntWeight, TableWeight
+from ..linears.checkpoint_weights import AnyWeight, BlockWeight, ByteWeight, IntWeight, TableWeight
 from ..quantization.formats import (
     FORMATS,
     AnyPackedWeight,
@@ -20,6 +20,7 @@ from ..quantization.formats import (
     padded,
     scale_dtype,
 )
+from ..quantization.ggml_blocks import packed_blocks
 
 #: quants, scales and zeros as a format has them; zeros are None if it has none
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -195,7 +196,7 @@ def _shared_orders(weights: list[AnyWeight]) -> list[torch.Tensor | None]:
             made.append(found := order.to(torch.int32))
         return found
 
-    return [shared(each.order if isinstance(each, IntWeight) else None) for each in weights]
+    return [shared(each.order if isinstance(each, IntWeight | BlockWeight) else None) for each in weights]
 
 
 def repacked(weights: list[AnyWeight]) -> list[AnyPackedWeight]:
@@ -225,6 +226,9 @@ def _repacked(weights: list[AnyWeight]) -> list[PackedWeight]:
     Raises:
         NoCounterpart: no format holds one of the weights.
     """
+    of_blocks = [each for each in weights if isinstance(each, BlockWeight)]
+    if of_blocks:
+        return _repacked_blocks(of_blocks)
     formats = _counterparts(weights)
     if len(set(formats)) > 1:
         return [each for weight in weights for each in _repacked([weight])]
@@ -235,3 +239,13 @@ def _repacked(weights: list[AnyWeight]) -> list[PackedWeight]:
     quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in tensors)
     together = PackedWeight(format, in_features, quants, scales, zeros, multiplier)
     return together.split([len(weight.quants) for weight in weights])
+
+
+def _repacked_blocks(weights: list[BlockWeight]) -> list[PackedWeight]:
+    """Repack blocks; those of one format lie behind each other in memory."""
+    names = dict.fromkeys(each.kind.format for each in weights)
+    done = {
+        name: iter(packed_blocks([(each.kind, each.blocks) for each in weights if each.kind.format == name]))
+        for name in names
+    }
+    return [next(done[each.kind.format]) for each in weights]

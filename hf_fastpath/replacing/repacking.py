@@ -19,11 +19,13 @@ from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
 from ..linears.checkpoint_weights import IntWeight
 from ..linears.checkpoints import family_of, note
+from ..linears.gguf_modules import EXPERTS, is_gguf
 from ..linears.packed_linear import PackedLinear
 from ..native import heap, loader
 from ..ops import packed_gemv
 from ..progress import counted
 from .counterparts import repacked
+from .gguf_layers import repack_embeddings, repack_stacks
 from .mxfp4_experts import is_mxfp4, repack_experts
 from .quantizing import Replaced, places_of
 from .rewriting import Restoring, Rewriting
@@ -61,7 +63,7 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
         quiet: show no progress on a terminal.
     """
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    has_experts = any(map(is_mxfp4, model.modules()))
+    has_experts = any(is_mxfp4(module) or is_gguf(module, EXPERTS) for module in model.modules())
     if not (has_experts or any(map(family_of, model.modules()))) or len(devices) != 1:
         return
     (device,) = devices
@@ -70,6 +72,7 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
     if has_experts:
         first, start = len(replaced), time.monotonic()
         repack_experts(model, replaced, quiet)
+        repack_stacks(model, replaced, quiet)
         if not quiet and len(replaced) > first:
             logs.say(_announcement(replaced[first:], time.monotonic() - start))
         if not any(map(family_of, model.modules())):
@@ -93,6 +96,7 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
             if family_of(module) is not None:
                 note(module, reason)
         return
+    repack_embeddings(model, replaced)
     _remove_hooks(model, hooks)
     if not quiet and len(replaced) > first:
         logs.say(_announcement(replaced[first:], time.monotonic() - start))
@@ -156,7 +160,7 @@ def _put(
             assert family.restore is not None, "what frees can give back"
             with torch.inference_mode(False):
                 family.release(linear)
-            done.restore = Restoring(family.restore)
+            done.restore = Restoring(family.restore, family.restores_weight)
         elif rewriting is not None:
             done.restore = rewriting
             with torch.inference_mode(False), torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +18,15 @@ class Restoring:
     """Gives a layer the quants again that its family's ``release`` has freed.
 
     Attributes:
-        restore: as of :class:`..linears.checkpoints.LayerFamily`.
+        restore, restores_weight: as of :class:`..linears.checkpoints.LayerFamily`.
     """
 
-    restore: Callable[[nn.Module, torch.Tensor], None]
+    restore: Callable[[nn.Module, Any], None]
+    restores_weight: bool = False
 
     def __call__(self, module: nn.Module, weight: AnyPackedWeight) -> None:
+        if self.restores_weight:
+            return self.restore(module, weight if isinstance(weight, PackedWeight) else weight.weight)
         weight = weight.weight if isinstance(weight, RoundedInputWeight) else weight
         assert isinstance(weight, PackedWeight), "no family with this has an order of inputs"
         self.restore(module, unpack(weight.format, weight.quants)[:, : weight.in_features])

@@ -328,6 +328,6 @@ def _empty(format: Format, rows: int, columns: int) -> PackedWeight:
     """Make a weight without data."""
     groups = rows, format.groups(columns)
     quants = torch.empty(rows, padded(columns) * format.bits // 8, dtype=torch.uint8, device="meta")
-    scales = torch.empty(groups, dtype=scale_dtype(format), device="meta")
+    scales = torch.empty(rows, format.scale_columns(columns), dtype=scale_dtype(format), device="meta")
     zeros = torch.empty(groups, dtype=torch.uint8, device="meta") if format.has_zeros else None
     return PackedWeight(format, columns, quants, scales, zeros, 1.0)

@@ -127,6 +127,16 @@ def test_the_chat_keeps_its_cache_and_answers_as_stock(capsys):
     assert said[0] == said[1] and "Paris" in said[0][0] and "Paris" in capsys.readouterr().out
 
 
+def test_the_file_in_its_own_bits_answers_as_stock_over_the_dequantized_one():
+    stock, _ = pair()
+    ours = hf_fastpath.from_gguf(default_model.smollm2(), quiet=True)
+    with counting(ours) as counts:
+        for questions in (*((each,) for each in QUESTIONS), QUESTIONS):
+            assert torch.equal(answer(ours, *questions), answer(stock, *questions)), questions
+    assert counts.fast and not counts.fallback, counts.reasons
+    assert ours.lm_head.quants.data_ptr() == ours.model.embed_tokens.quants.data_ptr()
+
+
 def test_verify_and_unpatch():
     model = copy.deepcopy(loaded()[0])
     result = hf_fastpath.verify(model, asked(QUESTIONS[0]), max_new_tokens=16)

@@ -74,8 +74,18 @@ def quants_of(format, whole, center=0):
     return quants.to(torch.float8_e4m3fn).view(torch.uint8) if format.is_float else quants.to(torch.uint8)
 
 
+def center_of(format):
+    """Return the quant that stands for 0, where groups have no zeros; of minimums, those of :func:`scales_of`."""
+    return 7 if format.has_minimums else format.zero
+
+
+def scales_of(format, scales):
+    """Return scales as the format has them, with minimums that make :func:`center_of` 0."""
+    return scale_bits(format, scales, -7 * scales if format.has_minimums else None)
+
+
 def ones(format, groups, device):
-    return scale_bits(format, torch.ones(groups, device=device))
+    return scales_of(format, torch.ones(groups, device=device))
 
 
 def noise_of(format):
@@ -88,11 +98,11 @@ def of_small_integers(format, rows, columns, device):
     width = padded(columns)
     groups = rows, format.groups(columns)
     zeros = torch.randint(5, 10, groups, device=device).to(torch.uint8) if format.has_zeros else None
-    center = zeros.repeat_interleave(width // groups[1], dim=1) if format.has_zeros else format.zero
+    center = zeros.repeat_interleave(width // groups[1], dim=1) if format.has_zeros else center_of(format)
     quants = quants_of(format, torch.randint(-3, 4, (rows, width), device=device), center)
     quants[:, columns:] = 77 if format.bits == 8 else 3  # x has no input there
     scales = 2.0 ** torch.randint(-1, 2, groups, device=device)
-    return pack(format, quants), scale_bits(format, scales), zeros, 2.0, format.name
+    return pack(format, quants), scales_of(format, scales), zeros, 2.0, format.name
 
 
 @over_dtypes
@@ -186,7 +196,7 @@ def test_next_weight_is_checked(device):
 
 
 # With AVX2 alone, more rows of 8-bit weights are products in float32, whose sums run in another order.
-MOST_FEW = {"fp8": 2, "fp8_g128": 2, "int8": 4, "int8_row": 4, "int8_g32_zeros": 4}
+MOST_FEW = {each.name: 2 if each.is_float else 4 for each in FORMATS.values() if each.bits == 8}
 
 
 @over_instruction_sets

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_fastpath.quantization import FORMATS, quantize
-from hf_fastpath.quantization.formats import BLOCK, pack, padded, scale_values, unpack
+from hf_fastpath.quantization.formats import BLOCK, factors, pack, padded, unpack
 
 over_formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
@@ -76,9 +76,12 @@ def test_float32_holds_every_weight(format):
     packed = quantize(torch.randn(64, 384) * 3e-4, format)
     steps = torch.tensor(format.codebook, dtype=torch.float64)[unpack(format, packed.quants).long()]
     zeros = 0 if packed.zeros is None else packed.zeros.double()[..., None]
-    steps = steps.view(64, packed.scales.shape[1], -1) - zeros
-    scales = scale_values(format, packed.scales).double()
-    exact = (steps * (scales[..., None] * packed.multiplier)).view(64, -1)
-    if format.scale_dtype == "float32":  # the product is rounded once
+    steps = steps.view(64, format.groups(384), -1) - zeros
+    scales, minimums = factors(format, packed.scales)
+    exact = steps * (scales.double()[..., None] * packed.multiplier)
+    if minimums is not None:
+        exact += minimums.double()[..., None] * packed.multiplier
+    exact = exact.view(64, -1)
+    if format.scale_dtype == "float32" or format.has_minimums:  # the product or the sum is rounded once
         exact = exact.float().double()
     assert torch.equal(packed.dequantize().double(), exact)

@@ -24,7 +24,7 @@ E2M1 = (*_E2M1, *(-each for each in _E2M1))
 FURTHER = {
     each.name: each
     for each in (
-        Format("int8_g32", 8, 32, -127, 127, has_kernels=False),
+        Format("int8_g64", 8, 64, -127, 127, has_kernels=False),
         Format("fp8_g128", 8, 128, -448, 448, QuantValues.FLOATS, scale_dtype="float32", has_kernels=False),
         Format("int4_g64", 4, 64, 0, 15, zeros=ZeroPoints.OF_GROUP, has_kernels=False),
         Format("int4_row", 4, 0, -8, 7, zeros=ZeroPoints.FIXED, zero=8, has_kernels=False),

@@ -57,7 +57,7 @@ def test_odd_shapes_and_types(format, dtype):
         assert packed.in_features == columns and packed.out_features == rows
         error = (packed.dequantize() - weight.float()).norm() / weight.float().norm()
         coarse = 0.21 if format.scale_dtype == "e8m0" else 0.15  # a single 5 becomes 4 or 6 times a power of two
-        assert error < (coarse if format.bits == 4 else 0.04)
+        assert error < (coarse if format.bits == 4 else 0.04 if format.highest > 31 else 0.06)
 
 
 @over_formats
@@ -74,7 +74,7 @@ def test_pieces_give_what_the_whole_gives(format, monkeypatch):
 def test_weights_of_any_size(format, size):
     weight = torch.randn(8, 256)
     error = (quantize(weight * size, format).dequantize().double() / size - weight).norm() / weight.norm()
-    assert error < (0.15 if format.bits == 4 else 0.03)
+    assert error < (0.15 if format.bits == 4 else 0.03 if format.highest > 31 else 0.05)
 
 
 @over_formats

@@ -16,6 +16,7 @@ from torch import nn
 
 from ...architecture import Architecture
 from ...compat import entry_of, has_static_rope
+from ...linears.packed_embedding import PackedEmbedding
 from ...native import loader
 from ...reasons import Cause, class_name
 from ...registry import PLAIN_TENSORS
@@ -28,6 +29,7 @@ from .modules import (
     number,
     odd_module,
     out_features,
+    own_code_reason,
     projection_reason,
     weight_and_bias,
 )
@@ -164,7 +166,8 @@ class ModelInRoles(Part, WholeModel):
         return [module for module in (self.embedding, self.position_embedding) if module is not None]
 
     def parameters(self) -> list[torch.Tensor | None]:
-        outer = [*weight_and_bias(self.head), *(module.weight for module in self._embeddings())]
+        tables = (None if type(each) is PackedEmbedding else each.weight for each in self._embeddings())
+        outer = [*weight_and_bias(self.head), *tables]
         return outer + self.final_norm.parameters() + [p for layer in self.layers for p in layer.parameters()]
 
     def other_reason(self) -> str | None:
@@ -187,9 +190,9 @@ class ModelInRoles(Part, WholeModel):
         for module in self._embeddings():
             if not self._is_known_embedding(module):
                 return odd_module(module, "a table of embeddings")
-            if type(module.weight) not in PLAIN_TENSORS:
+            if type(module) is not PackedEmbedding and type(module.weight) not in PLAIN_TENSORS:
                 return self._code_reason(module) or odd_module(module, f"weight is {class_name(module.weight)}")
-        reasons = [self._code_reason(module) for module in (*self._embeddings(), self.decoder)]
+        reasons = [*map(self._table_reason, self._embeddings()), self._code_reason(self.decoder)]
         reasons.append(self.outer_reason())
         reasons.append(reason_of_model(self))
         reasons += [projection_reason(self.head, self.architecture), self.final_norm.reason()]
@@ -234,8 +237,14 @@ class ModelInRoles(Part, WholeModel):
         if getattr(module, "max_norm", None) is not None:  # it changes the weights of the tokens that it is asked for
             return False
         if of_its_own is None:
-            return type(module) is nn.Embedding
+            return type(module) in (nn.Embedding, PackedEmbedding)
         return isinstance(module, nn.Embedding) and type(module).__module__ == spec.module
+
+    def _table_reason(self, table: nn.Module) -> str | None:
+        """Return why calling a table of embeddings does more than its class's forward, or None."""
+        if type(table) is PackedEmbedding:
+            return own_code_reason(table, type(table).__module__)
+        return self._code_reason(table)
 
     def _types_reason(self) -> str | None:
         for code, kind in (("dtype", attrgetter("dtype")), ("device", self.device_of)):

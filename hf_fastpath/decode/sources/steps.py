@@ -17,6 +17,7 @@ from torch import nn
 from ... import ops
 from ...choices import Activation, NormKind
 from ...compat import ShardStyle
+from ...linears.packed_embedding import PackedEmbedding, packed_rows
 from ...ops.kv_cache import KVCache
 from ..calls.named_calls import HeadNorms, Norm
 from ..lower import composed
@@ -221,6 +222,8 @@ def step_inputs(to: Lower, part: ModelInRoles, tokens: Any, positions: Any, tabl
     """
     emit = to.emit
     learned = None if part.position_embedding is None else part.position_embedding.weight
+    if isinstance(part.embedding, PackedEmbedding):
+        return _packed_inputs(to, part, tokens, positions, learned, tables)
     shard, weight = shard_of(part.embedding), part.embedding.weight
     # else there are steps before the sum
     in_one = part.embedding_scale is None and part.embedding_multiplier == 1 and shard is None
@@ -239,13 +242,39 @@ def step_inputs(to: Lower, part: ModelInRoles, tokens: Any, positions: Any, tabl
         hidden = emit(summed, x=hidden, residual=None, shard=shard)
     if part.embedding_scale is not None:
         hidden = emit(composed.scaled, x=hidden, factor=part.embedding_scale)
+    return _placed(to, part, hidden, positions, None if in_one else learned), rows
+
+
+def _placed(to: Lower, part: ModelInRoles, hidden: Any, positions: Any, learned: torch.Tensor | None) -> Any:
+    """Emit embeddings times the model's factor, and those of positions added to them."""
+    emit = to.emit
     if part.embedding_multiplier != 1:
         hidden = emit(_aten.mul.Scalar, hidden, part.embedding_multiplier)
-    if learned is not None and not in_one:
-        if part.position_offset:
-            positions = emit(_aten.add.Scalar, positions, part.position_offset)
-        hidden = emit(_aten.add.Tensor, hidden, emit(_aten.embedding.default, learned, positions))
-    return hidden, rows
+    if learned is None:
+        return hidden
+    if part.position_offset:
+        positions = emit(_aten.add.Scalar, positions, part.position_offset)
+    return emit(_aten.add.Tensor, hidden, emit(_aten.embedding.default, learned, positions))
+
+
+def _packed_inputs(
+    to: Lower, part: ModelInRoles, tokens: Any, positions: Any, learned: torch.Tensor | None, tables: list[Any]
+) -> tuple[Any, list[Any]]:
+    """Do as :func:`step_inputs` with a quantized table of embeddings."""
+    table = part.embedding
+    weight = table.in_order
+    hidden = to.emit(
+        packed_rows,
+        tokens=tokens,
+        quants=weight.quants,
+        scales=weight.scales,
+        format=weight.number,
+        multiplier=weight.multiplier,
+        width=weight.in_features,
+        dtype=table.dtype,
+    )
+    rows = [to.emit(_aten.embedding.default, each, positions) for each in tables]
+    return _placed(to, part, hidden, positions, learned), rows
 
 
 def head(to: Lower, part: ModelInRoles, hidden: Any, is_normed: bool = False) -> Any:
