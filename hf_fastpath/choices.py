@@ -88,11 +88,12 @@ class InputQuants(Choice):
     INT8_ROW_NARROW = 3
     INT8_OUTLIERS = 4
     FP8_BLOCK_NARROW = 5
+    INT8_ROW = 6
 
     @property
     def is_narrow(self) -> bool:
-        """Whether steps on the way are rounded to the input's type."""
-        return self.name.endswith("_NARROW")
+        """Whether steps on the way are rounded to the input's type, or the scale alone is."""
+        return self.name.endswith("_NARROW") or self is InputQuants.INT8_ROW
 
     @property
     def is_block(self) -> bool:

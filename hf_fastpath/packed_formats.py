@@ -63,10 +63,14 @@ class Record:
 #: type of scales -> their record. llama.cpp's blocks hold the same numbers in another order; those of its blocks of 256
 #: weights are here twice, once for each 128:
 #:   minimums: scale and minimum of each group, float16
+#:   float_zeros: scale and zero point of each group, float16: minimum = -scale * zero point, exact in float32
+#:   middles: scale of each group and what the quant 8 stands for, float16: minimum = middle - 8 * scale
 #:   k_minimums: float16 d and dmin; a byte for each group, then another: scale = d * byte, minimum = -dmin * byte
 #:   k_scales: float16 d, two bytes of zero; a signed byte for each group, those of even numbers first: scale = d * byte
 RECORDS = {
     "minimums": Record(BLOCK // SUB_BLOCKS, 4 * SUB_BLOCKS, True),
+    "float_zeros": Record(BLOCK // SUB_BLOCKS, 4 * SUB_BLOCKS, True),
+    "middles": Record(BLOCK // SUB_BLOCKS, 4 * SUB_BLOCKS, True),
     "k_minimums": Record(BLOCK // SUB_BLOCKS, 4 + 2 * SUB_BLOCKS, True),
     "k_scales": Record(BLOCK // SUB_BLOCKS // 2, 4 + 2 * SUB_BLOCKS, False),
 }
@@ -364,5 +368,8 @@ FORMATS = {
         _of_records("int4_g32_k", 4, 32, 0, 15, "k_minimums"),
         _of_records("int8_g32_k", 8, 32, 0, 31, "k_minimums"),
         _of_records("int8_g16_k", 8, 16, -32, 31, "k_scales"),
+        # those of HQQ, and of PyTorch's own product of four bits
+        _of_records("int4_g32_float_zeros", 4, 32, 0, 15, "float_zeros"),
+        _of_records("int4_g32_middles", 4, 32, 0, 15, "middles"),
     )
 }

@@ -93,9 +93,18 @@ REASONS: dict[str, Reason] = {
         "the next row, or its blocks are shorter than 64 weights",
         "use a blocksize from 64 on that divides rows, or unquantized weights with patch(model, weights=...)",
     ),
+    "quantized_axis": Reason(
+        "HQQ has grouped weights of different rows (axis=0), so that no two neighbors of a row share a scale",
+        "quantize with axis=1, or use unquantized weights with patch(model, weights=...)",
+    ),
+    "quantized_float32": Reason(
+        "scales, zero points or minimums of the checkpoint's weights of four bits or fewer are float32 numbers that "
+        "float16 does not hold",
+        "load it, or quantize it, with dtype=torch.bfloat16 or torch.float16",
+    ),
     "quantized_activations": Reason(
         "the checkpoint's products round their inputs in a way that ours do not: by scales that are fixed beforehand, "
-        "with zero points, or as torchao does",
+        "with zero points, all rows by one scale, or to four bits",
         "load a checkpoint in 16 bits, or with dynamic activations; then patch(model, weights='int8')",
     ),
     "quantized_fp8": Reason(
@@ -104,8 +113,10 @@ REASONS: dict[str, Reason] = {
         "load it with FineGrainedFP8Config(dequantize=True), then patch(model, weights='fp8')",
     ),
     "quantized_kernel": Reason(
-        "gptqmodel has put the weights into the order of a kernel of its own (Marlin, ExLlama, ...) as it loaded them",
-        "load it with GPTQConfig(bits=4, backend='gptq_torch') or AwqConfig(backend='torch_awq')",
+        "gptqmodel or optimum-quanto has put the weights into the order of a kernel of its own (Marlin, ExLlama, AWQ, "
+        "...) as it loaded them",
+        "load it with GPTQConfig(bits=4, backend='gptq_torch') or AwqConfig(backend='torch_awq'); optimum-quanto in "
+        "bfloat16, int4 or int8",
     ),
     "quantized_in_use": Reason(
         "a call has turned the checkpoint's quantized weights into another layout",

@@ -185,7 +185,11 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_rows_kernel(FakeQuanti
   float scale = __fdiv_rn(magnitude, kSteps<kQuants>), factor = 0.f;
   if constexpr (kIsNarrow<kQuants>) {
     scale = narrow<T>(scale);
-    if (scale == 0.f) scale = kEpsilon<T>;
+    if (scale == 0.f && kQuants != InputQuants::kInt8Row) scale = kEpsilon<T>;
+  }
+  if constexpr (kQuants == InputQuants::kInt8Row) {
+    if (scale < kLeastInt8Scale) scale = kLeastInt8Scale;
+    factor = __fdiv_rn(1.f, scale);
   }
   if constexpr (kQuants == InputQuants::kInt8Outliers)
     factor = magnitude == 0.f ? 0.f : __fdiv_rn(1.f, magnitude) * kLargestInt8;
@@ -201,6 +205,9 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_rows_kernel(FakeQuanti
         value = NarrowFloat8Scale<T>(magnitude)(value);
       } else if constexpr (kQuants == InputQuants::kInt8RowNarrow) {
         const float steps = narrow<T>(__fdiv_rn(value, scale));
+        value = rintf(steps > 127.f ? 127.f : steps < -128.f ? -128.f : steps) * scale;
+      } else if constexpr (kQuants == InputQuants::kInt8Row) {
+        const float steps = value * factor;
         value = rintf(steps > 127.f ? 127.f : steps < -128.f ? -128.f : steps) * scale;
       } else {
         const float within = counted<T, kQuants>(p, value);
@@ -343,6 +350,8 @@ void launch_typed(const FakeQuantizeParams& params, cudaStream_t stream) {
       return launch(fake_quantize_rows_kernel<T, InputQuants::kFp8RowNarrow>, params.rows);
     case InputQuants::kInt8RowNarrow:
       return launch(fake_quantize_rows_kernel<T, InputQuants::kInt8RowNarrow>, params.rows);
+    case InputQuants::kInt8Row:
+      return launch(fake_quantize_rows_kernel<T, InputQuants::kInt8Row>, params.rows);
     case InputQuants::kInt8Outliers:
       return launch(fake_quantize_rows_kernel<T, InputQuants::kInt8Outliers>, params.rows);
   }

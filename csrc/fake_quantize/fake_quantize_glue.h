@@ -17,7 +17,7 @@ struct FakeQuantizeCall {
       : x(row_view(given)), out(empty_like_with_sizes(given, sizes_of(given))) {
     const char* op = "fake_quantize";
     STD_TORCH_CHECK(given.dim() >= 1 && given.numel() > 0, "hf_fastpath::fake_quantize: x has no inputs");
-    params.quants = choice_of(quants, InputQuants::kFp8BlockNarrow, op, "quants");
+    params.quants = choice_of(quants, InputQuants::kInt8Row, op, "quants");
     const bool takes_limit =
         params.quants == InputQuants::kFp8Row || params.quants == InputQuants::kInt8Outliers;
     STD_TORCH_CHECK(limit == 0.0 || (limit > 0.0 && takes_limit), "hf_fastpath::fake_quantize: limit is ",

@@ -12,23 +12,26 @@ enum class InputQuants : int {
   kFp8RowNarrow = 2,
   kInt8RowNarrow = 3,
   kInt8Outliers = 4,
-  kFp8BlockNarrow = 5
+  kFp8BlockNarrow = 5,
+  kInt8Row = 6
 };
 
 constexpr bool is_narrow(InputQuants quants) {
   return quants == InputQuants::kFp8RowNarrow || quants == InputQuants::kInt8RowNarrow ||
-         quants == InputQuants::kFp8BlockNarrow;
+         quants == InputQuants::kFp8BlockNarrow || quants == InputQuants::kInt8Row;
 }
 constexpr bool is_float8(InputQuants quants) {
-  return quants != InputQuants::kInt8RowNarrow && quants != InputQuants::kInt8Outliers;
+  return quants != InputQuants::kInt8RowNarrow && quants != InputQuants::kInt8Outliers &&
+         quants != InputQuants::kInt8Row;
 }
 
 constexpr int kFakeBlock = 128;            // neighbors that share a scale of kFp8Block and kFp8BlockNarrow
 constexpr float kLeastFakeScale = 1e-12f;  // of scales that divide
+constexpr float kLeastInt8Scale = 0x1p-23f;  // of scales of kInt8Row
 
 // What the largest magnitude is divided by for a scale.
 constexpr float steps_of(InputQuants quants) {
-  return is_float8(quants) ? kLargestFloat8 : quants == InputQuants::kInt8RowNarrow ? 127.5f : kLargestInt8;
+  return is_float8(quants) ? kLargestFloat8 : quants == InputQuants::kInt8Outliers ? kLargestInt8 : 127.5f;
 }
 
 // x: [rows, columns], rows `stride` elements apart; out contiguous.

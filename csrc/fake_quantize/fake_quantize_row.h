@@ -85,6 +85,18 @@ void to_narrow(float* row, int64_t count, float most) {
   }
 }
 
+// A row whose scale is rounded to T, and its quotients are not.
+template <class T>
+void to_int8_row(float* row, int64_t count, float most) {
+  float scale = narrow<T>(most / 127.5f);
+  if (scale < kLeastInt8Scale) scale = kLeastInt8Scale;
+  const float factor = 1.0f / scale;
+  for (int64_t i = 0; i < count; ++i) {
+    const float steps = row[i] * factor;
+    row[i] = nearest_whole(steps > 127.0f ? 127.0f : steps < -128.0f ? -128.0f : steps) * scale;
+  }
+}
+
 // A row beside columns that stay, which are marked, or of one row are those of its outliers.
 template <class T>
 void to_int8(const FakeQuantizeParams& p, const T* x, float* row) {
@@ -131,6 +143,9 @@ void fake_quantize_row(const FakeQuantizeParams& p, const T* x, T* out, float* r
       break;
     case InputQuants::kInt8RowNarrow:
       to_narrow<T, false>(row, count, largest(row, count));
+      break;
+    case InputQuants::kInt8Row:
+      to_int8_row<T>(row, count, largest(row, count));
       break;
     case InputQuants::kInt8Outliers:
       to_int8(p, x, row);

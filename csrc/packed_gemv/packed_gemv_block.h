@@ -142,6 +142,7 @@ struct RecordLanes {
       from = some;
     }
     alignas(32) uint16_t halves[2][16];
+    constexpr PackedScales kScales = traits_of(kFormat).scales;
     if constexpr (kHasPairs<kFormat>) {
       static_assert(kUnit == 4, "of bytes there is no such format");
       const auto* pairs = reinterpret_cast<const __m256i*>(from);
@@ -153,7 +154,12 @@ struct RecordLanes {
           _mm256_packus_epi32(_mm256_srli_epi32(first, 16), _mm256_srli_epi32(second, 16));
       _mm256_store_si256(reinterpret_cast<__m256i*>(halves[0]), _mm256_permute4x64_epi64(of_scales, 0xd8));
       _mm256_store_si256(reinterpret_cast<__m256i*>(halves[1]), _mm256_permute4x64_epi64(of_minimums, 0xd8));
-      return {Isa::halves(halves[0]), Isa::halves(halves[1])};
+      RecordLanes made{Isa::halves(halves[0]), Isa::halves(halves[1])};
+      if constexpr (kScales == PackedScales::kFloatZeros)
+        made.minimums = Isa::mul(Isa::mul(made.scales, Isa::all(-1.0f)), made.minimums);  // exact
+      if constexpr (kScales == PackedScales::kMiddles)
+        made.minimums = Isa::fma(made.scales, Isa::all(-8.0f), made.minimums);
+      return made;
     } else {
       const auto word = [&](int i, int w) __attribute__((always_inline)) {  // w of block i
         int bits;

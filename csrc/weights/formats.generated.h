@@ -10,7 +10,7 @@ namespace hf_fastpath {
 // and RECORDS have them in Python. weights/packed_values.h says what values these stand for.
 enum class PackedValues : int { kIntegers, kFloats, kTable };
 enum class PackedZeros : int { kNone, kFixed, kOfGroup };
-enum class PackedScales : int { kFloat16, kFloat32, kE8m0, kMinimums, kKMinimums, kKScales };
+enum class PackedScales : int { kFloat16, kFloat32, kE8m0, kMinimums, kFloatZeros, kMiddles, kKMinimums, kKScales };
 
 struct PackedTraits {
   const char* name;
@@ -47,8 +47,10 @@ enum class PackedFormat : int {
   kInt4G32K = 13,
   kInt8G32K = 14,
   kInt8G16K = 15,
+  kInt4G32FloatZeros = 16,
+  kInt4G32Middles = 17,
 };
-constexpr PackedFormat kLastPackedFormat = PackedFormat::kInt8G16K;
+constexpr PackedFormat kLastPackedFormat = PackedFormat::kInt4G32Middles;
 
 // The format of number i is row i; tables have four values a line.
 // clang-format off
@@ -81,6 +83,8 @@ inline constexpr PackedTraits kPackedTraits[] = {
     {"int4_g32_k", 4, PackedValues::kIntegers, 32, PackedZeros::kNone, 0, PackedScales::kKMinimums, 1, 12, true, false, false, 0, {}},
     {"int8_g32_k", 8, PackedValues::kIntegers, 32, PackedZeros::kNone, 0, PackedScales::kKMinimums, 1, 12, true, false, false, 0, {}},
     {"int8_g16_k", 8, PackedValues::kIntegers, 16, PackedZeros::kNone, 0, PackedScales::kKScales, 1, 12, true, false, false, 0, {}},
+    {"int4_g32_float_zeros", 4, PackedValues::kIntegers, 32, PackedZeros::kNone, 0, PackedScales::kFloatZeros, 1, 16, true, false, false, 0, {}},
+    {"int4_g32_middles", 4, PackedValues::kIntegers, 32, PackedZeros::kNone, 0, PackedScales::kMiddles, 1, 16, true, false, false, 0, {}},
 };
 // clang-format on
 
@@ -120,6 +124,10 @@ static inline auto with_format(PackedFormat format, F&& f) {
       return f(std::integral_constant<PackedFormat, PackedFormat::kInt8G32K>{});
     case PackedFormat::kInt8G16K:
       return f(std::integral_constant<PackedFormat, PackedFormat::kInt8G16K>{});
+    case PackedFormat::kInt4G32FloatZeros:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt4G32FloatZeros>{});
+    case PackedFormat::kInt4G32Middles:
+      return f(std::integral_constant<PackedFormat, PackedFormat::kInt4G32Middles>{});
     default:
       break;
   }

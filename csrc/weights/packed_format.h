@@ -31,9 +31,13 @@ constexpr bool has_zeros(PackedFormat format) { return traits_of(format).zeros =
 constexpr bool has_scale_of_row(PackedFormat format) { return traits_of(format).group == 0; }
 constexpr int scale_bytes(PackedFormat format) { return traits_of(format).scale_bytes; }
 constexpr bool has_records(PackedFormat format) { return traits_of(format).record_bytes > 0; }
+// Whether records are pairs of float16: a scale, and what its minimum follows from.
+constexpr bool are_pairs(PackedScales scales) {
+  return scales == PackedScales::kMinimums || scales == PackedScales::kFloatZeros ||
+         scales == PackedScales::kMiddles;
+}
 constexpr bool has_minimums(PackedFormat format) {
-  return traits_of(format).scales == PackedScales::kMinimums ||
-         traits_of(format).scales == PackedScales::kKMinimums;
+  return are_pairs(traits_of(format).scales) || traits_of(format).scales == PackedScales::kKMinimums;
 }
 
 // Sub-blocks of a block that share a scale; 1 where each has two.

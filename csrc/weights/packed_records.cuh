@@ -23,6 +23,7 @@ __device__ __forceinline__ float byte_of(uint32_t word, int i) {
 template <PackedFormat kFormat>
 struct Record {
   static constexpr PackedScales kScales = traits_of(kFormat).scales;
+  static constexpr bool kArePairs = are_pairs(kScales);
   static constexpr int kWords = Traits<kFormat>::kRecordBytes / 4;
   uint32_t word[kWords];
 
@@ -34,7 +35,12 @@ struct Record {
   }
   // Returns the scale and the minimum of sub-block s, or of the half of it that the lane has a word of.
   __device__ __forceinline__ float2 factors(int s, bool second_half) const {
-    if constexpr (kScales == PackedScales::kMinimums) return floats_of(word[s]);
+    if constexpr (kArePairs) {
+      float2 pair = floats_of(word[s]);
+      if constexpr (kScales == PackedScales::kFloatZeros) pair.y = -pair.x * pair.y;  // exact
+      if constexpr (kScales == PackedScales::kMiddles) pair.y -= 8.f * pair.x;
+      return pair;
+    }
     const float2 of_block = floats_of(word[0]);
     if constexpr (kScales == PackedScales::kKMinimums) {
       return make_float2(of_block.x * byte_of(word[1], s), -of_block.y * byte_of(word[2], s));

@@ -88,6 +88,14 @@ HF_VALUE PackedFactors record_factors(const PackedTraits& traits, const uint8_t*
   switch (traits.scales) {
     case PackedScales::kMinimums:
       return {half_at(record + 4 * group), half_at(record + 4 * group + 2)};
+    case PackedScales::kFloatZeros: {
+      const float scale = half_at(record + 4 * group);
+      return {scale, -scale * half_at(record + 4 * group + 2)};  // exact
+    }
+    case PackedScales::kMiddles: {
+      const float scale = half_at(record + 4 * group);
+      return {scale, half_at(record + 4 * group + 2) - 8.0f * scale};
+    }
     case PackedScales::kKMinimums:
       return {half_at(record) * static_cast<float>(record[4 + group]),
               -half_at(record + 2) * static_cast<float>(record[8 + group])};

@@ -45,8 +45,12 @@ struct BlockFactors {
     };
     BlockFactors made{};
     for (int s = 0; s < int(kSubBlocks); ++s) {
-      if constexpr (kScales == PackedScales::kMinimums) {
-        made.scale[s] = half(4 * s), made.minimum[s] = half(4 * s + 2);
+      if constexpr (are_pairs(kScales)) {
+        const float scale = half(4 * s), other = half(4 * s + 2);
+        made.scale[s] = scale;
+        made.minimum[s] = kScales == PackedScales::kFloatZeros ? -scale * other  // exact
+                          : kScales == PackedScales::kMiddles  ? other - 8.0f * scale
+                                                               : other;
       } else if constexpr (kScales == PackedScales::kKMinimums) {
         made.scale[s] = half(0) * static_cast<float>(record[4 + s]);
         made.minimum[s] = -half(2) * static_cast<float>(record[8 + s]);
@@ -62,7 +66,7 @@ struct BlockFactors {
 
 // Whether records are pairs of a scale and a minimum.
 template <PackedFormat kFormat>
-inline constexpr bool kHasPairs = traits_of(kFormat).scales == PackedScales::kMinimums;
+inline constexpr bool kHasPairs = are_pairs(traits_of(kFormat).scales);
 
 // The scales of the sub-blocks' first halves, or of their second, as 16 bytes of 8-bit quants want them.
 HF_INLINE __m256i scales_of_halves(const uint8_t* record, int half) {

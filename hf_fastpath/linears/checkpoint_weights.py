@@ -83,4 +83,36 @@ class BlockWeight:
     order: torch.Tensor | None = None
 
 
-AnyWeight = IntWeight | TableWeight | ByteWeight | BlockWeight
+@dataclass(frozen=True)
+class AffineWeight:
+    """A weight whose groups have a scale and another number, both floats.
+
+    Attributes:
+        kind: what the other number is, as ``packed_formats.RECORDS`` has it: "minimums", a weight is ``scale * quant +
+            other``; "float_zeros", ``scale * (quant - other)``; "middles", ``scale * (quant - 8) + other``.
+        group: number of weights in a row that share them.
+        quants: uint8 [out_features, in_features], from 0 to 15.
+        scales, others: float [out_features, groups].
+    """
+
+    kind: str
+    group: int
+    quants: torch.Tensor
+    scales: torch.Tensor
+    others: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DequantizedWeight:
+    """A weight that none of our formats holds, dequantized as its package does before its first call.
+
+    Attributes:
+        values: float [out_features, in_features].
+    """
+
+    values: torch.Tensor
+
+
+#: a weight that our formats may hold
+QuantizedWeight = IntWeight | TableWeight | ByteWeight | BlockWeight | AffineWeight
+AnyWeight = QuantizedWeight | DequantizedWeight

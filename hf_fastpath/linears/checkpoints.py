@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import NoCounterpart
-from . import eight_bits, gguf_modules
+from . import eight_bits, four_bit_floats, gguf_modules, weight_classes, with_minimums
 from .checkpoint_weights import AnyWeight, IntWeight, TableWeight
 
 
@@ -29,8 +29,8 @@ class LayerFamily:
         package: the package that the class is from.
         classes: class names of layers, or of weights in an ``nn.Linear``.
         read: reads a layer's weight.
-        written: makes a layer's tensors, by name, of the weight that ``read`` gave; None: what is here is kept.
-        release: frees what ``restore`` can make again of the quants that ``read`` gave; None: nothing.
+        written: makes a layer's tensors, by name, of the integers that ``read`` gave; None: what is here is kept.
+        release: frees what ``restore`` can make again of other quants that ``read`` gave; None: nothing.
         restore: gives a layer what was freed, bit for bit, of its quants; or of the weight, ``restores_weight``.
         of_bytes: whether a scheme's weights of bytes belong to it, and no others.
 
@@ -182,8 +182,10 @@ def _autoawq(module: nn.Module) -> IntWeight:
     return _awq_weight(module, module.group_size)
 
 
-def _compressed(module: nn.Module) -> IntWeight:
+def _compressed(module: nn.Module) -> AnyWeight:
     """Read weight_packed [out, in * bits / 32], weight_scale [out, groups], weight_zero_point packed along out."""
+    if four_bit_floats.is_four_bit_float(module):
+        return four_bit_floats.compressed_floats(module)
     scheme, own = module.quantization_scheme, module._parameters
     how = scheme.weights
     _need(how is not None and scheme.input_activations is None and scheme.output_activations is None)
@@ -215,23 +217,6 @@ def _compressed_written(module: nn.Module, weight: IntWeight) -> dict[str, torch
         zeros = packed_words(weight.zeros + half, bits, 0) if is_packed else weight.zeros.to(torch.int8)
         made["weight_zero_point"] = zeros
     return made
-
-
-#: bits of the types that torchao has for quants
-_TORCHAO_BITS = {torch.int8: 8} | {getattr(torch, f"int{n}"): n for n in (2, 3, 4) if hasattr(torch, f"int{n}")}
-
-
-def _torchao(module: nn.Module) -> IntWeight:
-    """Read qdata int8 [out, in], scale and zero_point [out, groups]; the layer must not quantize activations."""
-    weight = module.weight
-    extras = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
-    _need(all(getattr(weight, name, None) is None for name in extras), "quantized_activations")
-    bits = _TORCHAO_BITS.get(getattr(weight, "target_dtype", torch.int8), 0)
-    rows, group = weight.block_size
-    _need(bits > 0 and rows == 1 and weight.qdata.dtype == torch.int8)
-    zeros = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
-    _need(not zeros.is_floating_point() or torch.equal(zeros, zeros.round()))
-    return IntWeight(bits, group, weight.qdata, weight.scale, zeros.to(torch.int16))
 
 
 def _quant_state(module: nn.Module) -> Any:
@@ -315,7 +300,41 @@ FAMILIES = (
         restore=eight_bits.restore,
         of_bytes=True,
     ),
-    LayerFamily("torchao", "torchao", ("Int8Tensor", "IntxUnpackedToInt8Tensor"), _torchao),
+    LayerFamily(
+        "torchao",
+        "torchao",
+        ("Int8Tensor", "IntxUnpackedToInt8Tensor"),
+        weight_classes.torchao_integers,
+        weight_classes.torchao_written,
+        weight_classes.release_torchao,
+        weight_classes.restore_torchao,
+    ),
+    LayerFamily(
+        "torchao of FP8",
+        "torchao",
+        ("Float8Tensor",),
+        weight_classes.torchao_floats,
+        release=weight_classes.release_torchao,
+        restore=weight_classes.restore_torchao,
+    ),
+    LayerFamily(
+        "quanto",
+        "optimum",
+        ("QLinear",),
+        weight_classes.quanto,
+        release=weight_classes.release_quanto,
+        restore=weight_classes.restore_quanto,
+    ),
+    LayerFamily("torchao of four bits", "torchao", ("Int4Tensor",), with_minimums.torchao_pairs),
+    LayerFamily("torchao of tiles", "torchao", ("Int4TilePackedTo4dTensor",), with_minimums.torchao_tiles),
+    LayerFamily(
+        "HQQ",
+        "hqq",
+        ("HQQLinear",),
+        with_minimums.hqq,
+        release=with_minimums.release_hqq,
+        restore=with_minimums.restore_hqq,
+    ),
     LayerFamily(
         "bitsandbytes",
         "bitsandbytes",

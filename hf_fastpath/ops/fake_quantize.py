@@ -13,6 +13,8 @@ from .norm import NORM_SCHEMA, norm_reasons, normed
 BLOCK = 128
 #: scales are not less than this where they divide
 LEAST_SCALE = 1e-12
+#: scales of INT8_ROW are not less than this
+LEAST_INT8_SCALE = 2.0**-23
 _FLOAT8 = torch.float8_e4m3fn
 
 
@@ -36,6 +38,7 @@ def reference(
             * FP8_ROW: the same for a row. If ``limit`` is not 0, ``most`` is at most that, and larger inputs are cut.
             * FP8_BLOCK_NARROW, FP8_ROW_NARROW: the same, with scales, quotients and results rounded to x's dtype.
             * INT8_ROW_NARROW: integers from -128 to 127, ``scale = most / 127.5``, rounded likewise.
+            * INT8_ROW: integers from -128 to 127, ``scale = most / 127.5`` rounded to x's dtype and at least 2^-23.
             * INT8_OUTLIERS: integers, ``scale = most / 127``, of x as float16. If ``limit`` is not 0, inputs of this or
               a larger magnitude do not count, and columns where a row has one stay as they are in all rows.
         limit: see there.
@@ -49,7 +52,8 @@ def reference(
         OpInputError: shapes or dtypes do not fit, or limit is negative or goes with other quants.
 
     Source: FP8_BLOCK and FP8_ROW: ``finegrained_fp8/utils.py`` of kernels-community/finegrained-fp8. The narrow ones:
-    ``quantization/lifecycle/forward.py`` of compressed-tensors 0.20. INT8_OUTLIERS: ``backends/default/ops.py`` of
+    ``quantization/lifecycle/forward.py`` of compressed-tensors 0.20. INT8_ROW:
+    ``quantization/quant_primitives.py`` of torchao 0.18. INT8_OUTLIERS: ``backends/default/ops.py`` of
     bitsandbytes 0.50, arXiv:2208.07339.
     """
     x = normed(x, norm, norm_weight, norm_bias, norm_eps)
@@ -73,7 +77,9 @@ def reference(
         return (found.to(wide) * scale.to(wide)).to(x.dtype).contiguous()
     if quants == InputQuants.INT8_OUTLIERS:
         return _without_outliers(x, limit, wide)
-    return _narrow(x if x.dtype != torch.float64 else values, quants).to(x.dtype).contiguous()
+    as_given = x if x.dtype != torch.float64 else values
+    made = _int8_row(as_given, wide) if quants == InputQuants.INT8_ROW else _narrow(as_given, quants)
+    return made.to(x.dtype).contiguous()
 
 
 def _over(x: torch.Tensor, number: float) -> torch.Tensor:
@@ -95,6 +101,11 @@ def _narrow(x: torch.Tensor, quants: InputQuants) -> torch.Tensor:
     steps = x / scale
     found = steps.clamp(-448, 448).to(_FLOAT8).to(x.dtype) if is_float else steps.clamp(-128, 127).round()
     return found * scale
+
+
+def _int8_row(x: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    scale = _over(x.abs().amax(-1, keepdim=True), 127.5).clamp(min=LEAST_INT8_SCALE).float()
+    return (x.float() * scale.reciprocal()).round().clamp(-128, 127).to(wide) * scale.to(wide)
 
 
 def _without_outliers(x: torch.Tensor, limit: float, wide: torch.dtype) -> torch.Tensor:

@@ -242,7 +242,7 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
         for name, method in methods(ledger.replaced).items():
             ledger.bind(model, name, method)
     if loader.is_native("cpu"):
-        weights = [*model.parameters(), *(each.packed.quants for each in ledger.replaced)]
+        weights = [*model.parameters(), *(each.tensor for each in ledger.replaced)]
         state.huge_pages = huge_pages.Move(weights)
         state.huge_pages.wait(_SMALL_MOVE)
     keep_recording(plan, state)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -33,6 +33,25 @@ def scale_values(format: Format, scales: torch.Tensor) -> torch.Tensor:
     return (scales.int() << 23).clamp_(min=_LEAST_POWER).view(torch.float32)
 
 
+class _Pair(NamedTuple):
+    """What the second number of a pair is, beside its scale."""
+
+    minimum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    other: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _zero_of(scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
+    return -minimum / torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+#: records that are pairs of float16
+_PAIRS = {
+    "minimums": _Pair(lambda scale, minimum: minimum, lambda scale, minimum: minimum),
+    "float_zeros": _Pair(lambda scale, zero: -scale * zero, _zero_of),
+    "middles": _Pair(lambda scale, middle: middle - 8 * scale, lambda scale, minimum: minimum + 8 * scale),
+}
+
+
 def factors(format: Format, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the scales of groups and their minimums or None, in float32, which holds all of them.
 
@@ -47,9 +66,9 @@ def factors(format: Format, scales: torch.Tensor) -> tuple[torch.Tensor, torch.T
         return scale_values(format, scales), None
     rows = len(scales)
     records = scales.reshape(rows, -1, record.nbytes)
-    if format.scale_dtype == "minimums":
+    if format.scale_dtype in _PAIRS:
         pairs = records.view(torch.float16).float().view(rows, -1, 2)
-        return pairs[..., 0], pairs[..., 1]
+        return pairs[..., 0], _PAIRS[format.scale_dtype].minimum(pairs[..., 0], pairs[..., 1])
     of_block, of_groups = records[..., :4].contiguous().view(torch.float16).float(), records[..., 4:]
     if format.scale_dtype == "k_scales":
         by_number = of_groups.view(torch.int8).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
@@ -62,15 +81,15 @@ def records_of(format: Format, of_block: torch.Tensor, of_groups: torch.Tensor) 
     """Return records as a weight holds them, which :func:`factors` reads.
 
     Args:
-        of_block: float16 [rows, blocks, 1 or 2], factors of a block; [rows, blocks, 0] of "minimums".
-        of_groups: of "minimums" float16 [rows, groups, 2]; else uint8 [rows, 1 or 2, groups], of which two are scales
-            and minimums.
+        of_block: float16 [rows, blocks, 1 or 2], factors of a block; [rows, blocks, 0] where groups have pairs.
+        of_groups: float16 [rows, groups, 2], pairs; else uint8 [rows, 1 or 2, groups], of which two are scales and
+            minimums.
 
     Returns:
         uint8 [rows, bytes of a row].
     """
     rows = len(of_groups)
-    if format.scale_dtype == "minimums":
+    if format.scale_dtype in _PAIRS:
         return of_groups.contiguous().view(torch.uint8).view(rows, -1)
     blocks = of_block.shape[1]
     if format.scale_dtype == "k_scales":  # even groups in front of odd ones
@@ -99,8 +118,10 @@ def scale_bits(format: Format, scales: torch.Tensor, minimums: torch.Tensor | No
 
 def _rounded_records(format: Format, scales: torch.Tensor, minimums: torch.Tensor) -> torch.Tensor:
     """Return records of scales and minimums, with powers of two as factors of a block."""
-    if format.scale_dtype == "minimums":
-        return records_of(format, scales[:, :0, None], torch.stack((scales, minimums), -1).half())
+    if format.scale_dtype in _PAIRS:
+        halves = scales.half()
+        others = _PAIRS[format.scale_dtype].other(halves.float(), minimums)
+        return records_of(format, scales[:, :0, None], torch.stack((halves, others.half()), -1))
     bits = 7 if format.scale_dtype == "k_scales" else 8
     bytes, of_block = [], []
     for values in (scales,) if bits == 7 else (scales, -minimums):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from ..errors import NoCounterpart
-from ..linears.checkpoint_weights import AnyWeight, BlockWeight, ByteWeight, IntWeight, TableWeight
+from ..linears.checkpoint_weights import AffineWeight, BlockWeight, ByteWeight, IntWeight, QuantizedWeight, TableWeight
 from ..quantization.formats import (
     FORMATS,
     AnyPackedWeight,
@@ -18,6 +18,8 @@ from ..quantization.formats import (
     RoundedInputWeight,
     pack,
     padded,
+    records_of,
+    scale_bits,
     scale_dtype,
 )
 from ..quantization.ggml_blocks import packed_blocks
@@ -55,12 +57,28 @@ def format_for(bits: int, group: int, in_features: int, has_zeros: bool, zeros_f
     return FORMATS[found]
 
 
-def counterpart(weight: IntWeight | TableWeight) -> Format:
+def affine_format(kind: str, group: int, in_features: int) -> Format:
+    """Return the format of an :class:`AffineWeight`.
+
+    Raises:
+        NoCounterpart: no kernels read it, or groups are no whole ones of ours.
+    """
+    format = next(each for each in FORMATS.values() if each.scale_dtype == kind and each.bits == 4)
+    if not format.has_kernels:
+        raise NoCounterpart("quantized_format")
+    if group < in_features and group % format.group:
+        raise NoCounterpart("quantized_format")
+    return format
+
+
+def counterpart(weight: IntWeight | TableWeight | AffineWeight) -> Format:
     """Return the format that holds a weight's quants exactly.
 
     Raises:
         NoCounterpart: there is no such format.
     """
+    if isinstance(weight, AffineWeight):
+        return affine_format(weight.kind, weight.group, weight.quants.shape[1])
     if isinstance(weight, TableWeight):
         found = next((format for format in FORMATS.values() if format.table == weight.table), None)
         if found is None:
@@ -109,10 +127,11 @@ def _packed_table(weight: TableWeight, format: Format) -> Parts:
     rows, columns = weight.quants.shape
     scales = weight.scales.view(rows, -1).repeat_interleave(weight.block // format.group, dim=1)
     quants = functional.pad(weight.quants, (0, padded(columns) - columns), value=format.empty_quant)
-    return pack(format, quants), functional.pad(scales, (0, format.groups(columns) - scales.shape[1])), None
+    scales = functional.pad(scales, (0, format.groups(columns) - scales.shape[1]), value=float(format.scale_bytes == 1))
+    return pack(format, quants), scale_bits(format, scales), None
 
 
-def _counterparts(weights: list[AnyWeight]) -> list[Format]:
+def _counterparts(weights: list[QuantizedWeight]) -> list[Format]:
     """Return the format of each weight, of bytes one that holds the scales of all of them.
 
     Raises:
@@ -144,7 +163,26 @@ def _packed_bytes(weight: ByteWeight, format: Format, multiplier: float) -> Part
     return pack(format, quants), scales.to(scale_dtype(format)).contiguous(), None
 
 
-def _packed(weight: AnyWeight, format: Format, multiplier: float) -> Parts:
+def _packed_affine(weight: AffineWeight, format: Format, multiplier: float) -> Parts:
+    """Repack a weight whose scales and other numbers are float16, but for the multiplier.
+
+    Raises:
+        NoCounterpart: one of them is not.
+    """
+    columns = weight.quants.shape[1]
+    others = weight.others.double() / (1.0 if weight.kind == "float_zeros" else multiplier)
+    pairs = torch.stack((weight.scales.double() / multiplier, others), -1)
+    if not torch.equal(pairs.half().double(), pairs):
+        raise NoCounterpart("quantized_float32")
+    starts = torch.arange(format.groups(columns), device=pairs.device) * format.group // weight.group
+    pairs = pairs[:, starts.clamp(max=pairs.shape[1] - 1)].half()
+    quants = functional.pad(weight.quants, (0, padded(columns) - columns), value=format.empty_quant)
+    return pack(format, quants), records_of(format, pairs[:, :0], pairs), None
+
+
+def _packed(weight: QuantizedWeight, format: Format, multiplier: float) -> Parts:
+    if isinstance(weight, AffineWeight):
+        return _packed_affine(weight, format, multiplier)
     if isinstance(weight, TableWeight):
         return _packed_table(weight, format)
     if isinstance(weight, ByteWeight):
@@ -169,11 +207,11 @@ def _packed(weight: AnyWeight, format: Format, multiplier: float) -> Parts:
     return pack(format, as_bytes), scales.contiguous(), of_groups
 
 
-def _multiplier(weights: list[AnyWeight], is_held: bool) -> float:
+def _multiplier(weights: list[QuantizedWeight], is_held: bool) -> float:
     """Return the multiplier that brings scales which are not float16 into its range.
 
     Args:
-        is_held: whether a format has scales in float32 or the weights' are float16, which need none.
+        is_held: whether a format has scales of float32's range or the weights' are float16, which need none.
 
     Raises:
         NoCounterpart: a scale is not finite.
@@ -184,7 +222,7 @@ def _multiplier(weights: list[AnyWeight], is_held: bool) -> float:
     return 1.0 if is_held or not largest else 2.0 ** (math.frexp(largest)[1] - _LARGEST_SCALE)
 
 
-def _shared_orders(weights: list[AnyWeight]) -> list[torch.Tensor | None]:
+def _shared_orders(weights: list[QuantizedWeight]) -> list[torch.Tensor | None]:
     """Return each weight's order of inputs as int32; those that are alike are one tensor."""
     made: list[torch.Tensor] = []
 
@@ -199,7 +237,7 @@ def _shared_orders(weights: list[AnyWeight]) -> list[torch.Tensor | None]:
     return [shared(each.order if isinstance(each, IntWeight | BlockWeight) else None) for each in weights]
 
 
-def repacked(weights: list[AnyWeight]) -> list[AnyPackedWeight]:
+def repacked(weights: list[QuantizedWeight]) -> list[AnyPackedWeight]:
     """Repack weights of the same input.
 
     Returns:
@@ -220,7 +258,7 @@ def repacked(weights: list[AnyWeight]) -> list[AnyPackedWeight]:
     return made
 
 
-def _repacked(weights: list[AnyWeight]) -> list[PackedWeight]:
+def _repacked(weights: list[QuantizedWeight]) -> list[PackedWeight]:
     """Repack weights in the order in which their inputs are.
 
     Raises:
@@ -234,7 +272,8 @@ def _repacked(weights: list[AnyWeight]) -> list[PackedWeight]:
         return [each for weight in weights for each in _repacked([weight])]
     format, in_features = formats[0], weights[0].quants.shape[1]
     are_half = format.scale_dtype == "float16" and all(each.scales.dtype == torch.float16 for each in weights)
-    multiplier = _multiplier(weights, are_half or format.scale_dtype == "float32")
+    takes_any = format.scale_dtype != "float16" and format.record is None
+    multiplier = _multiplier(weights, are_half or takes_any)
     tensors = zip(*(_packed(weight, format, multiplier) for weight in weights))
     quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in tensors)
     together = PackedWeight(format, in_features, quants, scales, zeros, multiplier)

@@ -30,19 +30,24 @@ from .experts import experts_of, quantized_experts
 
 @dataclass(eq=False)
 class Replaced:
-    """A linear layer that a quantized one has replaced.
+    """A linear layer, or experts, that another one has replaced.
 
     Attributes:
         original: the layer; if we have quantized its weight, that lies in host memory now unless another module has it.
-        packed: the layer that took its place.
+        packed: the layer that took its place: a quantized one, or of a checkpoint's a plain one.
         places: (parent, name) of every place that the layer had.
         restore: makes the layer's tensors again of the packed weight, where these are not kept twice.
     """
 
     original: nn.Module
-    packed: PackedLinear | PackedExperts
+    packed: PackedLinear | PackedExperts | nn.Linear
     places: list[tuple[nn.Module, str]]
     restore: Callable[[nn.Module, Any], None] | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The largest tensor of the layer that took the place."""
+        return self.packed.weight if isinstance(self.packed, nn.Linear) else self.packed.quants
 
     def put(self, replaced: list[Replaced]) -> None:
         """Put the quantized layer in all places; ``replaced`` gets what was done."""
@@ -56,13 +61,14 @@ class Replaced:
         Args:
             elsewhere: (parent, name) of every place that the quantized layer has now: PEFT's ``unload()`` moves layers.
         """
+        device = self.tensor.device
         if self.restore is not None:
+            assert not isinstance(self.packed, nn.Linear), "what a plain layer has replaced is kept"
             with torch.inference_mode(False), torch.no_grad():
                 self.restore(self.original, self.packed.packed)
-            if self.packed.quants.device.type == "cpu":
+            if device.type == "cpu":
                 heap.give_back()
         tensors = [*self.original.parameters(), *self.original.buffers()]
-        device = self.packed.quants.device
         for tensor in tensors:
             if (local := local_tensor(tensor)).device != device and not local.is_meta:
                 move(tensor, device)

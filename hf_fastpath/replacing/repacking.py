@@ -17,7 +17,7 @@ from ..compat import INSIDE_ADAPTER, adapter_modules, hook_of, placement
 from ..decode.model.structure import ModelInRoles
 from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
-from ..linears.checkpoint_weights import IntWeight
+from ..linears.checkpoint_weights import DequantizedWeight, IntWeight
 from ..linears.checkpoints import family_of, note
 from ..linears.gguf_modules import EXPERTS, is_gguf
 from ..linears.packed_linear import PackedLinear
@@ -31,7 +31,7 @@ from .quantizing import Replaced, places_of
 from .rewriting import Restoring, Rewriting
 
 #: a layer that is replaced, the layer that takes its place, and what makes its tensors again
-Packed = tuple[nn.Module, PackedLinear, Rewriting | None]
+Packed = tuple[nn.Module, PackedLinear | nn.Linear, Rewriting | None]
 #: gets layers of one input; gives those that are replaced
 Packing = Callable[[list[nn.Module]], list[Packed]]
 
@@ -104,14 +104,20 @@ def repack_checkpoint(model: nn.Module, replaced: list[Replaced], hooks: list[Re
 
 def _announcement(done: list[Replaced], seconds: float) -> str:
     """Return a line on what was repacked as what, with memory and time."""
-    counts = Counter(each.packed.format.name for each in done)
+    counts = Counter(
+        "plain weights" if isinstance(each.packed, nn.Linear) else each.packed.format.name for each in done
+    )
     formats = ", ".join(f"{count} as {name}" for name, count in counts.most_common())
-    size = sum(tensor.nbytes for each in done for tensor in each.packed.packed.tensors) / 1e9
+    size = sum(tensor.nbytes for each in done for tensor in _tensors(each)) / 1e9
     back = (
         "their bytes are made again by unpatch()" if all(each.restore for each in done) else "theirs are kept as well"
     )
     took = f"hf_fastpath: layers of the checkpoint repacked in {seconds:.1f} s"
     return f"{took}: {formats}; {size:.2f} GB, {back}"
+
+
+def _tensors(done: Replaced) -> list[torch.Tensor]:
+    return [done.tensor] if isinstance(done.packed, nn.Linear) else done.packed.packed.tensors
 
 
 def repack_layers(part: ModelInRoles, replaced: list[Replaced], quiet: bool, packed: Packing) -> None:
@@ -156,16 +162,18 @@ def _put(
         done = Replaced(linear, packed, places[id(linear)])
         done.put(replaced)
         family = family_of(linear)
-        if family is not None and family.release is not None and not packed.is_described:
+        if isinstance(packed, nn.Linear):
+            continue
+        if rewriting is not None:
+            done.restore = rewriting
+            with torch.inference_mode(False), torch.no_grad():
+                rewriting.release(linear, packed.packed)
+        elif family is not None and family.release is not None and not packed.is_described:
             assert family.restore is not None, "what frees can give back"
             with torch.inference_mode(False):
                 family.release(linear)
             done.restore = Restoring(family.restore, family.restores_weight)
-        elif rewriting is not None:
-            done.restore = rewriting
-            with torch.inference_mode(False), torch.no_grad():
-                rewriting.release(linear, packed.packed)
-    if any(packed.quants.device.type == "cpu" for _, packed, _ in made):
+    if any(each.tensor.device.type == "cpu" for each in replaced[len(replaced) - len(made) :]):
         heap.give_back()
 
 
@@ -183,17 +191,29 @@ def _packed_alike(linears: list[nn.Module], dtype: torch.dtype) -> list[Packed]:
         _check_calls(linear, family.package)
     with torch.no_grad():
         read = [family.read(linear) for linear, family in found]
-        weights = repacked(read)
+        quantized = [each for each in read if not isinstance(each, DequantizedWeight)]
+        weights = iter(repacked(quantized) if quantized else ())
     made: list[Packed] = []
-    for (linear, family), whole, weight in zip(found, read, weights):
+    for (linear, family), whole in zip(found, read):
         bias = getattr(linear, "bias", None)
         if bias is not None and (not isinstance(bias, nn.Parameter) or bias.dtype != dtype):
             bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-        rewriting = None
+        if isinstance(whole, DequantizedWeight):
+            made.append((linear, _plain_linear(linear, whole, bias, dtype), None))
+            continue
+        rewriting, weight = None, next(weights)
         if family.written is not None and isinstance(whole, IntWeight):
             rewriting = Rewriting.of(family.written, whole, weight)
         made.append((linear, PackedLinear(weight, bias, dtype).train(linear.training), rewriting))
     return made
+
+
+def _plain_linear(
+    linear: nn.Module, weight: DequantizedWeight, bias: nn.Parameter | None, dtype: torch.dtype
+) -> nn.Linear:
+    made = nn.Linear(*reversed(weight.values.shape), bias=False, device="meta")
+    made.weight, made.bias = nn.Parameter(weight.values.to(dtype), requires_grad=False), bias
+    return made.train(linear.training)
 
 
 def _check_calls(linear: nn.Module, package: str) -> None:

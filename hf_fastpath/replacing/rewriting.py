@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Rewriting:
     def release(self, module: nn.Module, made: AnyPackedWeight) -> None:
         """Free the tensors that come back bit for bit: those whose scales a format has rounded do not."""
         for name, tensor in self.written(module, self._weight(made)).items():
-            own = getattr(module, name)
+            own = attrgetter(name)(module)
             if own.dtype == tensor.dtype and torch.equal(own, tensor):
                 self.names.append(name)
                 own.data = own.data.new_empty(0)
@@ -73,7 +74,8 @@ class Rewriting:
         """Give the layer back what was freed, on the device of the repacked weight."""
         tensors = self.written(module, self._weight(made))
         for name in self.names:
-            getattr(module, name).data = tensors[name]
+            own = attrgetter(name)(module)
+            own.data = tensors[name].to(own.device) if "." in name else tensors[name]
 
     def _weight(self, made: AnyPackedWeight) -> IntWeight:
         packed, order = made, None

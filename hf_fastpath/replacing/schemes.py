@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,85 +28,12 @@ from ..quantization.formats import (
     padded,
     scale_dtype,
 )
-from .counterparts import check_blocks, format_for
 from .quantizing import Replaced
 from .repacking import Packed, repack_layers
+from .scheme_kinds import AffineScheme, AnyScheme, ByteScheme, Scheme, TableScheme
 
 #: features of a layer that stands for all layers while only a scheme is asked about
 _SOME_FEATURES = 4096
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """Weights of integers with a scale for each group.
-
-    Attributes:
-        bits: bits of a quant.
-        group: number of weights in a row that share a scale; -1 for a whole row.
-        has_zeros: whether groups have zero points.
-        covers: whether a linear layer of this name and class name is quantized so.
-    """
-
-    bits: int
-    group: int
-    has_zeros: bool
-    covers: Callable[[str, str], bool]
-
-    def format(self, in_features: int) -> Format:
-        """Return the format that holds such a weight.
-
-        Raises:
-            NoCounterpart: there is none.
-        """
-        group = in_features if self.group == -1 else self.group
-        return format_for(self.bits, group, in_features, self.has_zeros, True, not self.has_zeros)
-
-
-@dataclass(frozen=True)
-class TableScheme:
-    """Weights whose quants are places in a table, with a scale for each block, where rows follow each other.
-
-    Attributes:
-        name: name of the format with this table.
-        block: number of weights that share a scale.
-        covers: as of :class:`Scheme`.
-    """
-
-    name: str
-    block: int
-    covers: Callable[[str, str], bool]
-
-    def format(self, in_features: int) -> Format:
-        """Return the format that holds such a weight.
-
-        Raises:
-            NoCounterpart: there is none.
-        """
-        format = FORMATS[self.name]
-        check_blocks(self.block, in_features, format)
-        return format
-
-
-@dataclass(frozen=True)
-class ByteScheme:
-    """Weights of bytes with scales of rows or of blocks.
-
-    Attributes:
-        name: name of the format that holds them.
-        rounding: how the package's products round their input, or None.
-        covers: as of :class:`Scheme`.
-    """
-
-    name: str
-    rounding: InputRounding | None
-    covers: Callable[[str, str], bool]
-
-    def format(self, in_features: int) -> Format:
-        """Return the format that holds such a weight."""
-        return FORMATS[self.name]
-
-
-AnyScheme = Scheme | TableScheme | ByteScheme
 
 
 def _need(is_so: bool, reason: str = "quantized_format") -> None:
@@ -189,7 +115,11 @@ def _compressed(given: Mapping[str, Any]) -> list[AnyScheme]:
         if layout in _OF_BYTES:
             made.append(_compressed_bytes(how, each.get("input_activations"), covers))
             continue
-        _need(each.get("input_activations") is None and layout == "pack-quantized")
+        _need(each.get("input_activations") is None)
+        if layout == "mxfp4-pack-quantized":
+            made.append(TableScheme("mxfp4", FORMATS["mxfp4"].group, covers))
+            continue
+        _need(layout == "pack-quantized")
         _need(how.get("type", "int") == "int" and how.get("num_bits") in (4, 8))
         size = how.get("group_size")
         strategy = how.get("strategy") or ("group" if size not in (None, -1) else "channel")
@@ -204,23 +134,58 @@ def _value(found: Any) -> Any:
     return found.get("_data") if isinstance(found, Mapping) and "_type" in found else found
 
 
-def _torchao(given: Mapping[str, Any]) -> list[Scheme]:
+def _granularity(given: Any, default: str) -> tuple[str, int]:
+    """Return the name of one of torchao's granularities, and the weights of a group."""
+    given = given or {"_type": default}
+    return given.get("_type", default), (given.get("_data") or {}).get("group_size", -1)
+
+
+def _torchao_bytes(how: Mapping[str, Any], data: Mapping[str, Any], rule: Callable[[str, str], bool]) -> AnyScheme:
+    """Return the scheme of a config of torchao whose weights are bytes."""
+    kind = how["_type"]
+    given = data.get("granularity")
+    if kind == "Int8DynamicActivationInt8WeightConfig":
+        is_symmetric = _value(data.get("act_mapping_type", "SYMMETRIC")) == "SYMMETRIC" and not data.get("reduce_range")
+        granularities = [_granularity(each, "PerRow") for each in (given if isinstance(given, list) else [given] * 2)]
+        of_rows = granularities[0][0] == "PerRow" and len(granularities) == 2
+        _need(is_symmetric and of_rows and granularities[1][0] in ("PerRow", "PerTensor"), "quantized_activations")
+        return ByteScheme("int8_row", InputRounding(InputQuants.INT8_ROW), rule)
+    name, group = _granularity(given, "PerRow")
+    if kind == "Int8WeightOnlyConfig":
+        _need(how.get("_version", 2) >= 2 and data.get("group_size") is None)
+        return Scheme(8, group, False, rule) if name == "PerGroup" else ByteScheme("int8_row", None, rule)
+    _need("e4m3" in str(_value(data.get("weight_dtype", "float8_e4m3fn"))), "quantized_fp8")
+    _need(name != "PerGroup" or group % BLOCK == 0, "quantized_fp8")
+    return ByteScheme("fp8_g128" if name == "PerGroup" else "fp8", None, rule)
+
+
+#: configs of torchao whose weights are bytes
+_TORCHAO_BYTES = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig")
+
+
+def _torchao(given: Mapping[str, Any]) -> list[AnyScheme]:
     kinds = given.get("quant_type")
     _need(isinstance(kinds, Mapping) and set(kinds) == {"default"})
     how = kinds["default"]
     _need(isinstance(how, Mapping))
     data = how.get("_data") or {}
     rule = _but(given.get("modules_to_not_convert"), bool(given.get("include_input_output_embeddings")))
-    if how.get("_type") == "Int8WeightOnlyConfig":
-        granularity = (data.get("granularity") or {}).get("_type", "PerRow")
-        _need(how.get("_version", 2) >= 2 and data.get("group_size") is None and granularity == "PerRow")
-        return [Scheme(8, -1, False, rule)]
+    if how.get("_type") in _TORCHAO_BYTES:
+        return [_torchao_bytes(how, data, rule)]
+    if how.get("_type") == "Int4WeightOnlyConfig":
+        layout = str(_value(data.get("int4_packing_format", "plain"))).lower()
+        _need(layout in ("plain", "tile_packed_to_4d"))
+        return [AffineScheme("middles", data.get("group_size", 128), rule)]
     _need(how.get("_type") == "IntxWeightOnlyConfig")
     bits = int(re.sub(r"\D", "", str(_value(data.get("weight_dtype", "int8")))) or 0)
-    _need(bits in (2, 3, 4, 8) and str(_value(data.get("intx_packing_format", "unpacked"))).startswith("unpacked"))
+    _need(1 <= bits <= 8 and str(_value(data.get("intx_packing_format", "unpacked"))).startswith("unpacked"))
     granularity = data.get("granularity") or {"_type": "PerAxis"}
     group = (granularity.get("_data") or {}).get("group_size", -1) if granularity.get("_type") == "PerGroup" else -1
-    return [Scheme(bits, group, _value(data.get("mapping_type", "SYMMETRIC")) == "ASYMMETRIC", rule)]
+    return [
+        Scheme(
+            max(bits, 2) if bits <= 4 else 8, group, _value(data.get("mapping_type", "SYMMETRIC")) == "ASYMMETRIC", rule
+        )
+    ]
 
 
 #: weights of a block, where transformers has bitsandbytes quantize them: no config says it
@@ -252,12 +217,22 @@ def _fbgemm(given: Mapping[str, Any]) -> list[ByteScheme]:
     return [ByteScheme("fp8_g128", rounding, _but(given.get("modules_to_not_convert")))]
 
 
+def _quanto(given: Mapping[str, Any]) -> list[AnyScheme]:
+    _need(given.get("activations") is None, "quantized_activations")
+    kind, rule = given.get("weights", "int8"), _but(given.get("modules_to_not_convert"))
+    if kind in ("int4", "int2"):
+        return [AffineScheme("minimums", BLOCK, rule)]
+    _need(kind in ("int8", "float8"))
+    return [ByteScheme("int8_row" if kind == "int8" else "fp8", None, rule)]
+
+
 #: methods whose weights our formats hold -> what reads their config
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Sequence[AnyScheme]]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
     "torchao": _torchao,
+    "quanto": _quanto,
     "bitsandbytes_4bit": _bitsandbytes,
     "bitsandbytes_8bit": _llm_int8,
     "fp8": _fine_grained,

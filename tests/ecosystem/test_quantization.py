@@ -93,7 +93,7 @@ def test_quantized_projections(quantize, when, device):
     given = {*counts.reasons, *(what.split(": ")[1] for what in hf_fastpath.report(ours).declined)}
     reason = "compressed_tensors" if quantize is compressed else "quantized_format"
     if when == "before_patch" and device.type in ops.packed_gemv.native:
-        if quantize is torchao:  # repacked: test_quantized_checkpoints.py
+        if quantize in (torchao, quanto):  # repacked: test_quantized_checkpoints.py
             assert counts.fast and not counts.fallback
             return
         if quantize is bitsandbytes:  # as well, but not rows that are no whole number of blocks

@@ -151,6 +151,57 @@ def test_compressed_tensors(bits, group, symmetric, actorder, format, tmp_path):
     assert_repacked(model, weights, format)
 
 
+def save_four_bit_floats(directory: Path, preset: str) -> None:
+    """Let the package write a checkpoint of one of its presets."""
+    quantization = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    model = small().bfloat16()
+    scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
+    layout = f"{'nv' if preset.startswith('NV') else 'mx'}fp4-pack-quantized"
+    config = quantization.QuantizationConfig(
+        config_groups={"all": scheme}, ignore=["lm_head"], format=layout, quantization_status="compressed"
+    )
+    quantization.apply_quantization_config(model, config)
+    for name in projections(model):
+        module = model.get_submodule(name)
+        weight = module.weight.detach().float()
+        groups = weight.view(len(weight), -1, scheme.weights.group_size).abs().amax(-1) / 6
+        if hasattr(module, "weight_global_scale"):
+            factor = 448 * 6 / weight.abs().max()
+            module.weight_global_scale.data = factor.reshape(1)
+            groups = (groups * factor).to(torch.float8_e4m3fn)
+        else:
+            groups = torch.exp2(torch.ceil(torch.log2(groups)))
+        module.weight_scale.data = groups.to(module.weight_scale.dtype)
+    compressor = compressors.ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.save_pretrained(directory)
+    compressor.update_config(directory)
+
+
+@pytest.mark.parametrize("preset", ("NVFP4A16", "MXFP4A16"))
+def test_compressed_tensors_of_four_bit_floats(preset, tmp_path):
+    save_four_bit_floats(tmp_path, preset)
+    model, stock, ids = load(tmp_path), load(tmp_path), prompt(CPU)
+    before = tensors_of(model)
+    expected = stock.generate(ids, **SHORT)  # which dequantizes
+    hf_fastpath.patch(model, quiet=True)
+    for name in projections(model):
+        layer = model.get_submodule(name)
+        weight = layer.packed.dequantize(torch.bfloat16) if type(layer) is PackedLinear else layer.weight
+        assert (type(layer) is PackedLinear) == (preset == "MXFP4A16")
+        assert torch.equal(weight, stock.get_submodule(name).weight), name
+    with counting(model) as counts:
+        model.generate(ids, **SHORT)
+    assert counts.fast == SHORT["max_new_tokens"] and not counts.reasons
+    hf_fastpath.unpatch(model)
+    after = tensors_of(model)
+    assert after.keys() == before.keys()
+    for name, each in before.items():
+        assert torch.equal(after[name].reshape(-1).view(torch.uint8), each.reshape(-1).view(torch.uint8)), name
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+
+
 def test_compressed_tensors_of_three_bits_keeps_running(tmp_path):
     save_compressed(tmp_path, 3, 128, True)
     assert not explain(str(tmp_path)).fast
@@ -175,42 +226,223 @@ def test_compressed_tensors_after_a_call(tmp_path):
     assert report.stats["fast_tokens"] == 0 and "CompressedTensorsConfig(run_compressed=False)" in str(report)
 
 
-# ---- torchao, bitsandbytes ---------------------------------------------------------------------------------
+# ---- torchao -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ("int8", "int4", "int4 with zeros"))
-def test_torchao(kind, tmp_path):
+def torchao_config(kind: str):
+    """Return torchao's config of a kind; the package may be missing."""
     library = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    granularity, _, kind = kind.rpartition(" of ")
+    granularity = dict(row=library.PerRow(), tensor=library.PerTensor()).get(granularity) or (
+        library.PerGroup(int(granularity)) if granularity else library.PerAxis(0)
+    )
+    if kind == "int8":
+        return library.Int8WeightOnlyConfig(granularity=granularity)
+    if kind == "rounded int8":
+        return library.Int8DynamicActivationInt8WeightConfig(granularity=granularity)
+    if kind == "float8":
+        return library.Float8WeightOnlyConfig(granularity=granularity)
+    mapping = library.MappingType.ASYMMETRIC if kind.endswith("with zeros") else library.MappingType.SYMMETRIC
+    width = getattr(torch, kind.split()[0].replace("intx", "int"))
+    return library.IntxWeightOnlyConfig(weight_dtype=width, granularity=granularity, mapping_type=mapping)
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    (
+        ("row of int8", "int8_row"),
+        ("tensor of int8", "int8_row"),
+        ("64 of int8", "int8_g32_zeros"),
+        ("row of float8", "fp8"),
+        ("tensor of float8", "fp8"),
+        ("128 of float8", "fp8_g128"),
+        ("row of rounded int8", "int8_row"),
+        ("32 of intx4", "int4_g32"),
+        ("128 of intx4 with zeros", "int4"),
+        ("32 of intx3", "int4_g32"),
+        ("32 of intx6 with zeros", "int8_g32_zeros"),
+        ("intx1", "int4"),
+        ("intx5", "int8"),
+    ),
+)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_torchao(kind, format, dtype, tmp_path):
+    """Every weight is the package's own, but for float32 scales of groups, which are rounded to float16."""
+    how = torchao_config(kind)
     from transformers import TorchAoConfig
 
-    if kind == "int8":
-        how, format = library.Int8WeightOnlyConfig(), "int8"
-    elif kind == "int4":
-        how = library.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=library.PerGroup(32))
-        format = "int4_g32"
-    else:
-        mapping = library.MappingType.ASYMMETRIC
-        granularity = library.PerGroup(128)
-        how = library.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=granularity, mapping_type=mapping)
-        format = "int4"
     small().save_pretrained(tmp_path)
-    model = load(tmp_path, quantization_config=TorchAoConfig(how), dtype=torch.bfloat16)
+    model = load(tmp_path, quantization_config=TorchAoConfig(how), dtype=dtype)
+    is_rounded = kind in ("64 of int8",) or dtype == torch.float32 and "intx" in kind
     weights = {}
     for name in projections(model):
         weight = model.get_submodule(name).weight
-        weight.scale = weight.scale.bfloat16().to(weight.scale.dtype)  # some are float32, which float16 would round
-        zeros = weight.zero_point.float().repeat_interleave(weight.block_size[1], 1)
-        weights[name] = (weight.qdata.float() - zeros) * weight.scale.float().repeat_interleave(weight.block_size[1], 1)
+        if is_rounded:
+            weight.scale = weight.scale.bfloat16().to(weight.scale.dtype)
+        # in float32, whatever the model's type is: there are no roundings on the way
+        values, height, width = weight.qdata.float(), *weight.block_size
+        zeros = getattr(weight, "zero_point", None)
+        if zeros is not None:
+            values = values - zeros.float().repeat_interleave(height, 0).repeat_interleave(width, 1)
+        scales = weight.scale.float().repeat_interleave(height, 0).repeat_interleave(width, 1)
+        weights[name] = values * scales
         assert (weight.dequantize().float() - weights[name]).abs().max() <= 2**-8 * weights[name].abs().max()
+        if format in ("int8_row", "fp8", "fp8_g128"):
+            assert torch.equal(weight.dequantize(), weights[name].to(dtype))
+    stock = copy.deepcopy(model)
+    if dtype == torch.float32:  # as are scales of float8 and of rows, which float16 does not hold
+        format = dict(fp8="fp8_g128", int8="int8_row").get(format, format)
+    before = {name: model.get_submodule(name).weight.qdata.clone() for name in weights}
     hf_fastpath.patch(model, quiet=True)
     for name, weight in weights.items():
         layer = model.get_submodule(name)
-        assert layer.format.name == format and torch.equal(layer.packed.dequantize(), weight)
-    assert hf_fastpath.report(model).loop == "fast"
-    model.generate(prompt(CPU), **SHORT)
-    assert hf_fastpath.report(model).stats["fallback_tokens"] == 0
+        assert layer.format.name == format
+        assert torch.equal(layer.packed.dequantize(), weight), name
+    ids = prompt(CPU)
+    with counting(model) as counts:
+        found = model.generate(ids, **SHORT)
+    assert counts.fast == SHORT["max_new_tokens"] and not counts.reasons
+    if dtype == torch.float32 and "rounded" not in kind:  # an input beside a tie may round to the other neighbor
+        assert_same_tokens(found, stock.generate(ids, **SHORT), stock)
     hf_fastpath.unpatch(model)
-    assert all(type(model.get_submodule(name).weight).__module__.startswith("torchao") for name in weights)
+    for name, qdata in before.items():
+        weight = model.get_submodule(name).weight
+        assert type(weight).__module__.startswith("torchao")
+        assert torch.equal(weight.qdata.view(torch.uint8), qdata.view(torch.uint8))
+    assert torch.equal(model.generate(ids, **SHORT), stock.generate(ids, **SHORT))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), (("tensor of rounded int8", "quantized_activations"), ("64 of float8", "quantized_fp8"))
+)
+def test_torchao_that_has_no_counterpart(kind, reason, tmp_path):
+    how = torchao_config(kind)
+    from transformers import TorchAoConfig
+
+    small().save_pretrained(tmp_path)
+    model = load(tmp_path, quantization_config=TorchAoConfig(how), dtype=torch.bfloat16)
+    ids = prompt(CPU)
+    expected = model.generate(ids, **SHORT)
+    hf_fastpath.patch(model, quiet=True)
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+    assert set(hf_fastpath.report(model).stats["reasons"]) == {reason}
+
+
+# ---- optimum-quanto ------------------------------------------------------------------------------------------
+
+
+def load_with_quanto(directory: Path, kind: str, dtype: torch.dtype) -> nn.Module:
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    from transformers import QuantoConfig
+
+    small().save_pretrained(directory)
+    return load(directory, quantization_config=QuantoConfig(weights=kind), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ("int8", "float8"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+def test_quanto_of_bytes(kind, dtype, tmp_path):
+    model, stock = (load_with_quanto(tmp_path, kind, dtype) for _ in range(2))
+    ids = prompt(CPU)
+    weights = {name: model.get_submodule(name).weight.dequantize().detach() for name in projections(model)}
+    before = {name: model.get_submodule(name).weight._data.clone() for name in weights}
+    hf_fastpath.patch(model, quiet=True)
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        assert layer.format.name in (("int8_row",) if kind == "int8" else ("fp8", "fp8_g128"))
+        assert torch.equal(layer.packed.dequantize(dtype), weight), name
+    with counting(model) as counts:
+        found = model.generate(ids, **SHORT)
+    assert counts.fast == SHORT["max_new_tokens"] and not counts.reasons
+    if dtype == torch.float32:
+        assert_same_tokens(found, stock.generate(ids, **SHORT), stock)
+    hf_fastpath.unpatch(model)
+    for name, data in before.items():
+        assert torch.equal(model.get_submodule(name).weight._data.view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(model.generate(ids, **SHORT), stock.generate(ids, **SHORT))
+
+
+@pytest.mark.parametrize("kind", ("int4", "int2"))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_quanto_of_few_bits(kind, dtype, tmp_path):
+    """Weights are in tests/quantization/test_with_minimums.py: the package rounds on the way to its own."""
+    model, stock = (load_with_quanto(tmp_path, kind, dtype) for _ in range(2))
+    weights = {name: model.get_submodule(name).weight.dequantize().detach() for name in projections(model)}
+    ids = prompt(CPU)
+    hf_fastpath.patch(model, quiet=True)
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        assert layer.format.name in ("int4_g32_min", "int4_g32_middles")
+        error = (layer.packed.dequantize() - weight.float()).abs().max()
+        assert error <= 4 * torch.finfo(dtype).eps * weight.float().abs().max(), name
+    with counting(model) as counts:
+        model.generate(ids, **SHORT)
+    assert counts.fast == SHORT["max_new_tokens"] and not counts.reasons
+    hf_fastpath.unpatch(model)
+    assert torch.equal(model.generate(ids, **SHORT), stock.generate(ids, **SHORT))
+
+
+def test_quanto_in_float32_says_why(tmp_path):
+    """Its scales and shifts are float32, which our pairs of float16 do not hold."""
+    model, ids = load_with_quanto(tmp_path, "int4", torch.float32), prompt(CPU)
+    expected = model.generate(ids, **SHORT)
+    hf_fastpath.patch(model, quiet=True)
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+    assert set(hf_fastpath.report(model).stats["reasons"]) == {"quantized_float32"}
+
+
+# ---- HQQ -----------------------------------------------------------------------------------------------------
+
+
+def with_hqq(bits: int, axis: int, dtype: torch.dtype) -> nn.Module:
+    """Let HQQ quantize a model's projections; transformers of today loads no checkpoint of HQQ."""
+    library = pytest.importorskip("hqq.core.quantize", reason="hqq is not installed")
+    model, how = small().to(dtype), library.BaseQuantizeConfig(nbits=bits, group_size=64, axis=axis)
+    for name in projections(model):
+        layer = library.HQQLinear(model.get_submodule(name), how, compute_dtype=dtype, device="cpu")
+        model.set_submodule(name, layer)
+    return model
+
+
+@pytest.mark.parametrize("bits", (4, 2))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_hqq(bits, dtype):
+    model, ids = with_hqq(bits, 1, dtype), prompt(CPU)
+    weights = {name: model.get_submodule(name).dequantize() for name in projections(model)}
+    before = {name: model.get_submodule(name).W_q.clone() for name in weights}
+    expected = model.generate(ids, **SHORT)
+    hf_fastpath.patch(model, quiet=True)
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        assert layer.format.name == "int4_g32_float_zeros"
+        error = (layer.packed.dequantize() - weight.float()).abs().max()
+        assert error <= 4 * torch.finfo(dtype).eps * weight.float().abs().max(), name
+    with counting(model) as counts:
+        model.generate(ids, **SHORT)
+    assert counts.fast == SHORT["max_new_tokens"] and not counts.reasons
+    hf_fastpath.unpatch(model)
+    assert all(torch.equal(model.get_submodule(name).W_q, each) for name, each in before.items())
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+
+
+def test_hqq_that_has_no_counterpart():
+    model, ids = with_hqq(4, 0, torch.bfloat16), prompt(CPU)
+    expected = model.generate(ids, **SHORT)
+    hf_fastpath.patch(model, quiet=True)
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+    assert set(hf_fastpath.report(model).stats["reasons"]) == {"quantized_axis"}
+
+
+def test_hqq_of_eight_bits_is_recorded_with_its_own_calls():
+    """None of our formats holds it, and its layers are made of PyTorch's calls alone."""
+    model, ids = with_hqq(8, 1, torch.float32), prompt(CPU)
+    expected = model.generate(ids, **SHORT)
+    hf_fastpath.patch(model, quiet=True)
+    assert not any(type(module) is PackedLinear for module in model.modules())
+    assert torch.equal(model.generate(ids, **SHORT), expected)
+
+
+# ---- bitsandbytes --------------------------------------------------------------------------------------------
 
 
 def load_in_4bit(directory: Path, dtype: torch.dtype, kind: str = "nf4", nested: bool = True, compute=None):

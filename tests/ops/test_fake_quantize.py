@@ -65,6 +65,9 @@ def test_scales_and_quants_are_those_of_the_packages(shape, device, dtype):
     scale = x.abs().amax(-1, keepdim=True) / torch.tensor(127.5, dtype=dtype, device=device)
     expected = (x / scale).clamp(-128, 127).round() * scale
     assert torch.equal(SPEC(x, InputQuants.INT8_ROW_NARROW), expected)
+    scale = scale.clamp(min=2.0**-23).float()
+    expected = (x.float() * (1.0 / scale)).round().clamp(-128, 127) * scale
+    assert torch.equal(SPEC(x, InputQuants.INT8_ROW), expected.to(dtype))
     of_half = x.half().float()
     most = of_half.abs().amax(-1, keepdim=True)
     expected = (of_half * (127.0 / most)).round() * (most / 127)

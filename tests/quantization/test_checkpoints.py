@@ -183,7 +183,7 @@ def read(module: nn.Module):
         (lambda case: compressed(case, True, "channel"), dict(symmetric=True, bits=8, group=-1, columns=200), "int8"),
         (torchao, dict(), "int4"),
         (torchao, dict(symmetric=True, group=32), "int4_g32"),
-        (lambda case: torchao(case, "Int8Tensor"), dict(symmetric=True, bits=8, group=-1), "int8"),
+        (lambda case: torchao(case, "Int8Tensor"), dict(symmetric=True, bits=8, group=-1), "int8_row"),
     ),
 )
 def test_the_same_weights_come_out(make, case, format):

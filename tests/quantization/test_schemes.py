@@ -19,13 +19,15 @@ import hf_fastpath
 from hf_fastpath import compat
 from hf_fastpath.check.explain import explain, explain_config
 from hf_fastpath.errors import NoCounterpart
-from hf_fastpath.replacing.counterparts import counterpart
+from hf_fastpath.replacing.counterparts import repacked
 from hf_fastpath.replacing.schemes import schemes_of
 
 SIZES = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=384)
 LAYERS = {"llama": SIZES, "gpt2": dict(n_embd=256, n_inner=384, n_head=4)}
 
 
+W8A8 = "Int8DynamicActivationInt8WeightConfig"
+GROUPS_OF_64 = dict(_type="PerGroup", _data=dict(group_size=64))
 ROWS_OF_8 = dict(symmetric=True, bits=8, group=-1)
 
 
@@ -56,8 +58,7 @@ def of_awq(group=128, **changes) -> dict:
     return dict(quant_method="awq", bits=4, group_size=group, zero_point=True, version="gemm") | changes
 
 
-def of_torchao(bits=4, group=128, symmetric=False, kind="IntxWeightOnlyConfig", version=2) -> dict:
-    data: dict = {}
+def of_torchao(bits=4, group=128, symmetric=False, kind="IntxWeightOnlyConfig", version=2, **data) -> dict:
     if kind == "IntxWeightOnlyConfig":
         data = dict(weight_dtype=dict(_type="torch.dtype", _data=f"int{bits}"))
         data |= dict(mapping_type=dict(_type="MappingType", _data="SYMMETRIC" if symmetric else "ASYMMETRIC"))
@@ -110,7 +111,7 @@ def test_a_config_tells_what_the_layers_will(said, make, case):
             return str(reason)
 
     layer = make(Case(**case))
-    expected = told(lambda: counterpart(read(layer)))
+    expected = told(lambda: repacked([read(layer)])[0].format)
     assert told(lambda: schemes_of(said)[0].format(256)) == expected
 
 
@@ -132,7 +133,15 @@ def test_a_config_tells_what_the_layers_will(said, make, case):
         (dict(quant_method="fp8", weight_block_size=[1, 32]), "quantized_fp8"),
         (of_compressed(top=dict(kv_cache_scheme=dict(num_bits=8))), "quantized_format"),
         (of_compressed(top=dict(quantization_status="frozen")), "quantized_format"),
-        (of_torchao(kind="Int4WeightOnlyConfig"), "quantized_format"),
+        (of_torchao(kind="Int4WeightOnlyConfig", int4_packing_format="preshuffled"), "quantized_format"),
+        (of_torchao(kind="Float8DynamicActivationFloat8WeightConfig"), "quantized_format"),
+        (of_torchao(kind="Float8WeightOnlyConfig", granularity=GROUPS_OF_64), "quantized_fp8"),
+        (of_torchao(kind=W8A8, granularity=dict(_type="PerTensor")), "quantized_activations"),
+        (
+            of_torchao(kind=W8A8, act_mapping_type=dict(_type="MappingType", _data="ASYMMETRIC")),
+            "quantized_activations",
+        ),
+        (dict(quant_method="quanto", weights="int8", activations="int8"), "quantized_activations"),
         (of_torchao(kind="Int8WeightOnlyConfig", version=1), "quantized_format"),
         (dict(quant_method="torchao", quant_type="int4_weight_only"), "quantized_format"),
         (dict(quant_method="bitsandbytes", load_in_8bit=True, llm_int8_has_fp16_weight=True), "quantized_format"),
@@ -170,6 +179,16 @@ def test_what_has_no_counterpart_says_why(said, reason):
         (of_compressed(group=64, actorder=True), "int4_g32_zeros"),
         (of_awq(group=64), "int4_g32_zeros"),
         (of_awq(modules_to_not_convert=None), "int4"),
+        (of_torchao(kind="Int8WeightOnlyConfig", granularity=dict(_type="PerTensor", _data={})), "int8_row"),
+        (of_torchao(kind="Int8WeightOnlyConfig", granularity=GROUPS_OF_64), "int8_g32_zeros"),
+        (of_torchao(kind=W8A8, granularity=dict(_type="PerRow", _data=dict(dim=-1))), "int8_row"),
+        (of_torchao(kind="Float8WeightOnlyConfig"), "fp8"),
+        (of_torchao(bits=6, group=32), "int8_g32_zeros"),
+        (of_torchao(bits=1, group=32, symmetric=True), "int4_g32"),
+        (of_torchao(kind="Int4WeightOnlyConfig", group_size=64), "int4_g32_middles"),
+        (dict(quant_method="quanto", weights="int4"), "int4_g32_min"),
+        (dict(quant_method="quanto", weights="float8"), "fp8"),
+        (of_compressed(top=dict(format="mxfp4-pack-quantized"), type="float"), "mxfp4"),
     ),
 )
 def test_what_published_configs_say_besides(said, format):
@@ -190,7 +209,7 @@ def with_config(architecture: str, said: dict):
         (of_compressed(4, 32, True), "int4_g32", 4.5),
         (of_gptq(symmetric=True), "int4", 4 + 24 / 128),
         (of_awq(), "int4", 4 + 24 / 128),
-        (of_torchao(kind="Int8WeightOnlyConfig"), "int8", 8 + 16 / 128),
+        (of_torchao(), "int4", 4 + 24 / 128),
         (of_bitsandbytes(), "nf4", 4 + 32 / 64),
     ),
     ids=("compressed", "compressed_32", "gptq", "awq", "torchao", "bitsandbytes"),
@@ -244,6 +263,8 @@ def test_every_method_has_an_answer(method):
         assert found.fast and "repacks as int4" in found.checkpoint
     elif method == "bitsandbytes_4bit":
         assert found.fast and "repacks as fp4" in found.checkpoint
+    elif method == "quanto":
+        assert found.fast and "repacks as int8_row" in found.checkpoint
     elif method in DEQUANTIZED and not torch.cuda.is_available():
         assert found.fast and "dequantizes" in found.checkpoint and found.unsupported is None
     elif method in ("bitsandbytes_8bit", "fbgemm_fp8"):
