@@ -170,12 +170,16 @@ class PlanCache:
 
     def part_of(self, model: nn.Module) -> StepSource | None:
         """Return ``model`` in its roles as it is now, or None if it is of no family."""
-        last = self.snapshot
-        for snapshot in (last, self._looked_at):
+        last, looked_at = self.snapshot, self._looked_at
+        with self.lock:
+            kept = [each for each in self._kept if each is not last and each is not looked_at]
+        for snapshot in (last, looked_at, *kept):  # the model may be again what it was
             if snapshot is None or snapshot.part.source is not model or snapshot.part.is_passing:
                 continue
             if snapshot.holds():
-                self._misses = 0 if snapshot is last else self._misses
+                self._misses = self._misses if snapshot is looked_at else 0
+                if snapshot in kept:
+                    self._come_back(snapshot)
                 snapshot.part.look_again()
                 return snapshot.part
         self.snapshot = self._looked_at = None
@@ -190,6 +194,13 @@ class PlanCache:
         self._misses, self.snapshot = 0, found
         found.part.look_again()
         return found.part
+
+    def _come_back(self, snapshot: Snapshot) -> None:
+        """Note that the model is as a kept snapshot has it."""
+        self.snapshot, self._looked_at = snapshot, None
+        with self.lock:
+            if self._kept:
+                self._kept = [snapshot, *(each for each in self._kept if each is not snapshot)]
 
     def part_in_call(self, model: nn.Module, call: Any, is_last: bool = False) -> StepSource | None:
         """Do as :meth:`part_of`, which looks at the model once in a call of ``generate()``.
@@ -224,9 +235,7 @@ class PlanCache:
                 others.append((snapshot, differs))
             else:
                 snapshot.renew(walk)
-                with self.lock:
-                    if self._kept:
-                        self._kept = [snapshot, *(each for each in self._kept if each is not snapshot)]
+                self._come_back(snapshot)
                 return snapshot
         return self._adopted(made, others)
 
