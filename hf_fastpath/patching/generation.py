@@ -55,7 +55,10 @@ def prepare_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_text_alone, stocks = made is whole, made
         scope = scope_here()
         page_size = state.options.page_size if scope is None or not scope.shares else None  # slots have no pages
-        made = FastpathCache.from_dynamic(made, state.options.kv_dtype, page_size)
+        kv_dtype = state.options.kv_dtype
+        if kv_dtype is None and part is not None and part.is_cast_down:
+            kv_dtype = part.embedding.weight.dtype  # a prompt that modules read under autocast gives others
+        made = FastpathCache.from_dynamic(made, kv_dtype, page_size)
         made.stands_for = stocks
         made.is_dropped = not generation_config.return_dict_in_generate and state.prefixes is None
         if part is not None:

@@ -355,7 +355,7 @@ class RecordedModel(WholeModel):
 
     def outer_reason(self) -> str | None:
         """Return why calling the model is more than its class's forward, or None."""
-        return model_code_reason(self.module, self.architecture.module)
+        return None if self.is_cast_down else model_code_reason(self.module, self.architecture.module)
 
     def reason(self) -> str | None:
         """Return why a decode plan of the model would not be right now, or None."""

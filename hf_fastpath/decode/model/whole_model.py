@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import compat
 from ...reasons import Cause
 from ..ranks.process_group import Ranks
+from .modules import model_code_reason
 
 
 class WholeModel:
     """What both kinds of sources answer if nothing is special: one process and device have all of a decoder of text."""
 
     module: nn.Module
+    architecture: Any
     is_passing: bool = False
     reason_of_file: Cause | None = None
 
@@ -37,7 +40,11 @@ class WholeModel:
 
     @property
     def is_cast_down(self) -> bool:
-        return False
+        if model_code_reason(self.module, self.architecture.module) != "autocast":
+            return False
+        # a prompt that modules read under autocast leaves keys and values that a cache converts, and states that none does
+        keeps_states = any(kind.states for kind in compat.layer_kinds(self.module.config) or ())
+        return not keeps_states and all(parameter.dtype == torch.float32 for parameter in self.module.parameters())
 
     def owner(self, module: nn.Module) -> nn.Module:
         return module
