@@ -114,6 +114,7 @@ from .generation import (
     set_philox_offset,
     uses_generation_mixin_sample,
 )
+from .grammars import is_grammar
 from .hearing import hearing, is_logging, module_of, uncollected, unheard
 from .host_memory import lock_pages, unlock_pages
 from .imported import file_digest, is_elsewhere, is_file_of, module_digest, unchanged_digest

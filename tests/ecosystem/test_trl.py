@@ -139,8 +139,8 @@ def test_rollouts_are_stocks(with_adapter, models, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ("SFT", "DPO"))
 def test_a_training_step_of_an_adapter_is_stocks(kind, models, tmp_path):
-    """Under a patched model, SFT and DPO over LoRA compute the losses, and end with the weights, of an unpatched one; then
-    our loop decodes with the adapter."""
+    """SFT and DPO over LoRA compute the losses, and end with the weights, that they have without a patch; then our loop
+    decodes with the adapter."""
     losses, ended = [], []
     for model in models:
         options = dict(bf16=False, learning_rate=1e-3, seed=1, logging_steps=1, disable_tqdm=True)
@@ -168,7 +168,7 @@ def test_a_training_step_of_an_adapter_is_stocks(kind, models, tmp_path):
 
 
 def test_report_of_a_trained_adapter(models, tmp_path):
-    """report() of the wrapper, the model inside and the merged model answer; merged for good, it is fast by its file."""
+    """report() of the wrapper, the model inside and the merged model answer; merged for good, the model is fast."""
     stock, ours = models
     trainer = policy_trainer(ours, tmp_path, bf16=False, learning_rate=1e-2, peft_config=adapter())
     wrapper = trainer.model

@@ -364,7 +364,7 @@ def test_trainers_autocast_of_a_half_precision_model_is_stocks(dtype, device):
 @pytest.mark.parametrize("model_type", ("glm4", "mamba", "gemma3_text"))
 @pytest.mark.parametrize("dtype", (None, torch.bfloat16), ids=("loss", "autocast"))
 def test_trainers_forward_of_a_recorded_model(dtype, model_type, device):
-    """A forward that encloses the model is not run on the copy that is recorded, where it would call the model itself."""
+    """A forward that encloses the model does not run on the copy that is recorded: it would call the model itself."""
     require_native(device)
     stock = small_model(model_type).to(device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)

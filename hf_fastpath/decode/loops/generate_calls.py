@@ -102,7 +102,7 @@ def alike(ranks: Ranks | None, call: Any, model_kwargs: dict, chooses: bool) -> 
         [end.tolist() for end in end_tokens(call.criteria)],
     ]
     settings += [compat.numbers_of(each) for each in call.processors if compat.is_stock(each)]
-    own_code = call.runs_users_code or not all(map(compat.looks_at_tokens_alone, call.criteria))
+    own_code = call.runs_users_code or bool(call.grammars) or not all(map(compat.looks_at_tokens_alone, call.criteria))
     found = ranks.check_alike(call.ids, model_kwargs.get("attention_mask"), settings, own_code, chooses)
     with ranks.one_generator(call.ids.device) if call.config.do_sample else nullcontext():
         yield found
@@ -178,8 +178,14 @@ def next_positions_of(behind: Behind, input_ids: torch.Tensor, config: Any, mode
     return found.expand(len(input_ids))
 
 
+def grammars_of(processors: Any) -> list[Cause]:
+    """Return a reason for each processor of a call that holds the text to a grammar."""
+    return [Cause("grammar_mask", compat.name_of(each)) for each in processors if compat.is_grammar(each)]
+
+
 def runs_users_code(processors: Any, criteria: Any, streamer: Any) -> list[Cause]:
     """Return a reason for each object of a call that is the user's own: it may do anything, also to the model."""
+    processors = [each for each in processors if not compat.is_grammar(each)]
     pairs = ("custom_stopping_criteria", criteria), ("custom_logits_processor", processors)
     of_the_user = [Cause(code, compat.name_of(own)) for code, all_ in pairs for own in all_ if not compat.is_stock(own)]
     if streamer is not None and not compat.is_stock_streamer(streamer):

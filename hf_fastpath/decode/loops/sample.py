@@ -32,11 +32,13 @@ from .generate_calls import (
     end_tokens,
     ends_by_length_or_token,
     for_patched_models,
+    grammars_of,
     next_positions_of,
     note_nonfinite,
     runs_users_code,
     settling,
 )
+from .grammar_masks import MasksAhead, fills_masks_ahead
 from .multimodal import Behind
 from .patched import Patched
 from .shared_calls import SharedCall, logprobs_of, to_tokens, with_request
@@ -107,12 +109,19 @@ class _Loop(TokensAhead):
         #: the settings of sampling, if a plan can sample so
         self.settings = compat.sampling_settings(logits_processor) if config.do_sample else None
         self.unfinished = torch.ones(self.batch, dtype=torch.long, device=self.device)
-        users = runs_users_code(logits_processor, stopping_criteria, streamer)
-        for code in users:
+        users, self.grammars = (
+            runs_users_code(logits_processor, stopping_criteria, streamer),
+            grammars_of(logits_processor),
+        )
+        for code in (*users, *self.grammars):
             state.stats.note(code)
         self.runs_users_code = bool(users)
         #: 0 if the host must see every token before the next one: on the CPU, and with the user's own objects
-        self.ahead = MAX_AHEAD if self.device.type == "cuda" and not users else 0
+        self.ahead = MAX_AHEAD if self.device.type == "cuda" and not (users or self.grammars) else 0
+        self.masks: MasksAhead | None = None  # which the host fills while a step runs
+        if self.grammars and not users and fills_masks_ahead(self.device):
+            self.masks = MasksAhead(logits_processor, input_ids)
+            self.processors = self.masks.processors
         self.left_at: int | None = None  # length of the sequences when stock code took over
         self.may_choose = True  # a plan may choose tokens, as far as ranks are asked
         self.have_own_code = False  # ranks could come to other tokens or ends
@@ -225,6 +234,8 @@ class _Loop(TokensAhead):
                 if not plan.has_positions() and self._look_back(wait=True):
                     break  # all rows had ended, and the host was ahead
                 next_logits = self._draw(plan.step, tokens) if sampled else plan.step(tokens)
+                if self.masks is not None and next_logits is not None:
+                    self.masks.fill()
                 if first:  # building and capturing the plan does not count as decoding
                     started, first = time.perf_counter(), False
             dropped = self._drain()
@@ -324,6 +335,8 @@ class _Loop(TokensAhead):
             self._settle()
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
+            if self.masks is not None:
+                self.masks.take(tokens)
             return not bool(self.unfinished.any())
         self._send(tokens)
         return self._look_back() or (self.max_length is not None and self.length >= self.max_length)

@@ -42,7 +42,7 @@ class WholeModel:
     def is_cast_down(self) -> bool:
         if model_code_reason(self.module, self.architecture.module) != "autocast":
             return False
-        # a prompt that modules read under autocast leaves keys and values that a cache converts, and states that none does
+        # of a prompt that modules read under autocast, a cache converts keys and values, but no states
         keeps_states = any(kind.states for kind in compat.layer_kinds(self.module.config) or ())
         return not keeps_states and all(parameter.dtype == torch.float32 for parameter in self.module.parameters())
 
