@@ -2,7 +2,7 @@
 
 ``compat`` may import ``choices`` and nothing else of the package. Every folder may import it, by ``compat.name``."""
 
-from .adapters import ActiveAdapters, active_adapters, is_of_adapters
+from .adapters import ActiveAdapters, RowAdapters, active_adapters, is_of_adapters, row_adapters
 from .caches import (
     CACHE,
     CACHES,
@@ -46,6 +46,8 @@ from .code import (
     name_of,
     names_read,
     names_written,
+    object_of_deepcopy,
+    plain_deepcopy,
     run_under_autocast,
 )
 from .config_sizes import check_sizes, few_modules

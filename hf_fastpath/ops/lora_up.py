@@ -31,8 +31,9 @@ def reference(
     Args:
         base: [..., features] float32, float16 or bfloat16, 1 to 16 rows in all: the product with the base weight.
         hidden: float32 [..., sum of ranks], as ``lora_down`` returns it.
-        weights: 1 to MAX_MATRICES of [some features, rank] each, the ``lora_B`` weights of adapters, in the order of their ranks
-            in ``hidden``. All have one dtype, base's or float32. Rows may be strided; the last dimension is contiguous.
+        weights: 1 to MAX_MATRICES of [some features, rank] each, the ``lora_B`` weights of adapters, in the order of
+            their ranks in ``hidden``. All have one dtype, base's or float32. Rows may be strided; the last dimension is
+            contiguous.
         scales: what each weight's product is multiplied by.
         firsts: the first feature of base to which each weight's product is added. Several may be added to the same
             features, and features that no weight reaches stay as base has them.

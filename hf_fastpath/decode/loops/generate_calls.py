@@ -17,6 +17,7 @@ from ...reasons import Cause
 from ..plans.plan_cache import PlanCache
 from ..ranks.process_group import Ranks
 from ..sources.step_source import StepSource
+from . import adapter_rows
 from .eligibility import model_reason, torch_reason
 from .multimodal import Behind
 from .patched import STATE_KEY, Patched
@@ -130,15 +131,18 @@ class CallWatch:
         """Whether the model differs from what it was. Once stock code has taken over, which sees all, this is False."""
         if self.part is None:
             return False
-        is_other = not self._snapshot.holds() or torch.is_autocast_enabled(device.type)
+        with adapter_rows.looked_at(self._model):
+            is_other = not self._snapshot.holds()
+        is_other = is_other or torch.is_autocast_enabled(device.type)
         return is_other or torch_reason(self._model) is not None
 
-    def look_again(self, input_ids: torch.Tensor, cache: FastpathCache) -> None:
+    def look_again(self, input_ids: torch.Tensor, cache: FastpathCache, rows: Any = None) -> None:
         """Take on the model as it is now; a reason for stock code is counted.
 
         Args:
             input_ids: of the call.
             cache: of the call.
+            rows: adapters that the call names for its rows, or None.
 
         Raises:
             FallbackError: stock code has to go on, and the model was patched with ``strict=True``.
@@ -146,12 +150,15 @@ class CallWatch:
         state, self.part = vars(self._model).get(STATE_KEY), None
         if state is None or not state.enabled:  # the user has unpatched the model
             return
-        self.state, part = state, state.plans.part_of(self._model)
-        reason = model_reason(state, part, input_ids, cache)
-        if reason is not None:
-            return state.fall_back(reason)
-        assert part is not None, "without one there is a reason"
-        self.part, self._snapshot = part, state.plans.snapshot_of(part)
+        with adapter_rows.looked_at(self._model):
+            self.state, part = state, state.plans.part_of(self._model)
+            reason = model_reason(state, part, input_ids, cache)
+            if reason is None and rows is not None and part is not None:
+                reason = adapter_rows.reason_against(part, rows, len(input_ids))
+            if reason is not None:
+                return state.fall_back(reason)
+            assert part is not None, "without one there is a reason"
+            self.part, self._snapshot = part, state.plans.snapshot_of(part)
 
 
 def position_ids_of(ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> torch.Tensor:

@@ -184,6 +184,7 @@ def read_text(
     model_kwargs: dict,
     starts: torch.Tensor | None,
     prefixes: Prefixes | None = None,
+    by_modules: bool = False,
 ) -> tuple[torch.Tensor, PrefixCall | None]:
     """Run the prompt of ``generate()`` and append it to the cache, by :func:`read_turn`, :func:`read` or the model.
 
@@ -193,6 +194,7 @@ def read_text(
         ids, config, model_kwargs: of ``generate()``.
         starts: [batch], left padding of each row, or None.
         prefixes: of the model, or None.
+        by_modules: whether the model's own modules read it, in any case.
 
     Returns:
         [batch, vocab_size] logits of the first token; and what keeps the texts at the end of the call, or None.
@@ -201,7 +203,7 @@ def read_text(
     hidden_bytes = ids.numel() * weight.shape[-1] * weight.itemsize if weight.device.type == "cpu" else 0
     cache = model_kwargs[compat.CACHE]
     with reading_prompt(hidden_bytes):
-        if multimodal.has_more_than_tokens(part, model_kwargs):
+        if by_modules or multimodal.has_more_than_tokens(part, model_kwargs):
             return compat.prefill(model, ids, config, model_kwargs).logits[:, -1], None
         alike = repeats(ids, config.num_return_sequences, cache)
         padding = starts if starts is not None and starts.any() else None

@@ -21,7 +21,7 @@ from ..plans.encoded import Encoded
 from ..plans.plan_by_length import AnyPlan
 from ..ranks.process_group import Ranks
 from ..sources.step_source import StepSource
-from . import prompt
+from . import adapter_rows, prompt
 from .call_scope import Cancelled, alone, scope_here
 from .counted import by_stock
 from .eligibility import asked_method, step_aside_reason
@@ -68,8 +68,11 @@ def sample(
     state.stats.new_call()
     given = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
     given |= dict(generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer)
-    part = state.plans.part_in_call(model, generation_config, is_last=True)
-    reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
+    with adapter_rows.looked_at(model) as rows:
+        part = state.plans.part_in_call(model, generation_config, is_last=True)
+        reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
+        if rows is not None and reason is None and part is not None:
+            reason = adapter_rows.reason_against(part, rows, len(input_ids))
     ranks = state.ranks if state.loop_reason is None else None
     reason = agreed_reason(ranks, reason, part, state.plans, len(input_ids))
     if reason is None:
@@ -81,6 +84,7 @@ def sample(
                     return StandIn(state, part, behind, input_ids, given, model_kwargs, asked).run(original)
         else:
             loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+            loop.rows = rows
             whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
             with SharedCall.of(state, part, loop, cache) as loop.shared, loop.place() as is_free:
                 if is_free:
@@ -125,6 +129,7 @@ class _Loop(TokensAhead):
         self.left_at: int | None = None  # length of the sequences when stock code took over
         self.may_choose = True  # a plan may choose tokens, as far as ranks are asked
         self.have_own_code = False  # ranks could come to other tokens or ends
+        self.rows: compat.RowAdapters | None = None  # an adapter for each
         self.shared: SharedCall | None = None  # steps that other calls may share
         self.scope = scope_here()
         self.generator = None if self.scope is None else self.scope.generator
@@ -172,12 +177,13 @@ class _Loop(TokensAhead):
         state, given = self.state, (self.model, part, self.ids, self.config, model_kwargs, starts)
         takes_turns = self.shared is not None or self.scope is not None
         with state.sharing.prompt_turn if takes_turns else nullcontext():
-            next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes)
+            next_logits, prefix = prompt.read_text(state.plans, *given, state.prefixes, self.rows is not None)
         started, first = time.perf_counter(), True
         plan: AnyPlan | None = None
         plan_chooses = self.plan_chooses()
         sampled = plan_chooses and self.config.do_sample
-        watch = CallWatch(self.state, part) if self.runs_users_code else None
+        with adapter_rows.looked_at(self.model):
+            watch = CallWatch(self.state, part) if self.runs_users_code else None
         now: StepSource | None = part  # the model as it is now; None if stock code has to go on
         try:
             while True:
@@ -198,7 +204,7 @@ class _Loop(TokensAhead):
                 if done:
                     break
                 if watch is not None and watch.has_changed(self.device):
-                    watch.look_again(self.ids, cache)
+                    watch.look_again(self.ids, cache, self.rows)
                     now, self.state = watch.part, watch.state
                     if plan is not None and (now is None or plan.fingerprint != self.state.plans.fingerprint_of(now)):
                         tokens, old, plan = self._tokens_of(plan, tokens), plan, None  # an interrupt ends no plan twice
@@ -220,7 +226,7 @@ class _Loop(TokensAhead):
                     else:
                         self.ahead, sampled, plan_chooses = 0, False, False
                 if plan is None:
-                    plan = self.state.plans.decode_plan(now, self.batch, cache, sampled)
+                    plan = self._plan_for(now, cache, sampled)
                     for note in plan.program.notes:
                         self.state.stats.note(note)
                     end = self.has_eos and plan_chooses
@@ -267,6 +273,16 @@ class _Loop(TokensAhead):
         if self.streamer is not None:
             self.streamer.end()
         return self._result(given_cache)
+
+    def _plan_for(self, part: StepSource, cache: Any, sampled: bool) -> AnyPlan:
+        """Take a plan, in which each row has its adapter if the call names some."""
+        plans = self.state.plans
+        if self.rows is None:
+            return plans.decode_plan(part, self.batch, cache, sampled)
+        with adapter_rows.looked_at(self.model):
+            plan = plans.adapter_rows_plan(part, self.batch, cache, sampled, self.rows.numbers or {})
+        plan.seat(self.rows.rows)
+        return plan
 
     def _tokens_of(self, plan: AnyPlan | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Return the tokens that are read next, which a plan may have chosen."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,9 @@ class WholeModel:
 
     def look_again(self) -> None:
         """Note nothing: nothing is kept that would be of the past."""
+
+    def row_adapters_reason(self, batch: int, numbers: Mapping[int, int]) -> str | None:
+        return Cause("adapter_names", module=self.source)
 
     def lasting_reason(self) -> str | None:
         return None

@@ -14,6 +14,7 @@ from ...cache.fastpath_cache import FastpathCache
 from ...reasons import Cause
 from ..sources.step_source import StepSource
 from ..state.snapshot import Snapshot, walk_of
+from .adapter_rows_plan import AdapterRowsPlan
 from .decode_plan import DecodePlan
 from .draft_plan import WIDTHS, DraftPlan
 from .plan_by_length import AnyPlan, PlanByLength
@@ -139,6 +140,18 @@ class PlanCache:
         key = batch, cache.stored_dtype, False, cache.page_sizes
         fits = lambda plan: (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, RowsPlan, fits, lambda: RowsPlan(part, *key))
+
+    def adapter_rows_plan(
+        self, part: StepSource, batch: int, cache: FastpathCache, sampled: bool, numbers: dict[int, int]
+    ) -> AdapterRowsPlan:
+        """Do as :meth:`plan_of` for rows that have an adapter each."""
+        cache.take()
+        key = batch, cache.stored_dtype, sampled, cache.page_sizes
+        fits = lambda plan: (  # noqa: E731
+            (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes, plan.owners.numbers) == (*key, numbers)
+        )
+        make = lambda: AdapterRowsPlan(part, *key, numbers=numbers)  # noqa: E731
+        return self._taken(part, AdapterRowsPlan, fits, make)
 
     def _taken(self, part: StepSource, kind: type[Plan], fits: Callable[[Any], bool], make: Callable[[], Plan]) -> Plan:
         """Take or make a plan of a kind; waiting plans whose model has changed are dropped."""
