@@ -17,11 +17,11 @@ from ...reasons import Cause
 from ..sources.step_source import StepSource
 
 
-class _Here(threading.local):
+class _RowsHere(threading.local):
     rows: compat.RowAdapters | None = None
 
 
-_here = _Here()
+_here = _RowsHere()
 
 
 @contextmanager

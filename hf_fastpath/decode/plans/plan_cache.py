@@ -20,7 +20,7 @@ from .draft_plan import WIDTHS, DraftPlan
 from .plan_by_length import AnyPlan, PlanByLength
 from .rows_plan import SIZES, RowsPlan
 
-#: decode plans kept for one model; they differ in batch size, KV type and the way to choose tokens
+#: decode plans kept for one state of a model; they differ in batch size, KV type and the way to choose tokens
 MAX_PLANS = 4
 #: plans that verify drafts: all widths for two KV types
 MAX_DRAFT_PLANS = 2 * len(WIDTHS)
@@ -173,11 +173,14 @@ class PlanCache:
         self._waiting = [plan for plan in self._waiting if plan.fingerprint in fingerprints and plan is not taken]
 
     def _take_back(self, plan: DecodePlan) -> None:
-        """Put a plan in front of those that wait; of each kind, only the newest stay."""
+        """Put a plan in front of those that wait; of each kind, only the newest stay, and the newest of each state of
+        the model, so that going from one adapter to the next makes no plan anew."""
         most = {DraftPlan: MAX_DRAFT_PLANS, RowsPlan: MAX_ROWS_PLANS}.get(type(plan), MAX_PLANS)
         with self.lock:
-            alike = [each for each in self._waiting if type(each) is type(plan)]
-            self._waiting = [plan, *(each for each in self._waiting if each not in alike[most - 1 :])]
+            alike = [plan, *(each for each in self._waiting if type(each) is type(plan))]
+            newest = {each.fingerprint: each for each in reversed(alike)}
+            gone = [each for each in alike[most:] if newest[each.fingerprint] is not each]
+            self._waiting = [plan, *(each for each in self._waiting if each not in gone)]
 
     # ---- the model as it is now -------------------------------------------------------------------------------
 
