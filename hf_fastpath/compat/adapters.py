@@ -87,14 +87,14 @@ class RowAdapters:
         self._model = model
         self._layers = [each for each in model.modules() if hasattr(each, "adapter_layer_names")]
         asked = sorted(set(given) - {_NO_ADAPTER})
-        loaded = sorted({name for each in self._layers for name in _plain_lora(each)})
+        others = {name for each in self._layers for name in _more_than_lora(each)}
+        loaded = sorted({name for each in self._layers for name in getattr(each, "lora_A", ())} - others)
         self.names = loaded if len(loaded) <= _FEW_ADAPTERS and set(asked) <= set(loaded) else asked
         self.rows = [-1 if name == _NO_ADAPTER else self.names.index(name) for name in given]
 
-    @property
-    def are_few(self) -> bool:
-        """Whether a step may have all of the adapters."""
-        return len(self.names) <= _MOST_ADAPTERS
+    def may_be_in_a_step(self, model: nn.Module) -> bool:
+        """Whether a step of a model may have all of the adapters."""
+        return model is self._model and len(self.names) <= _MOST_ADAPTERS
 
     @functools.cached_property
     def numbers(self) -> dict[int, int] | None:
@@ -109,12 +109,9 @@ class RowAdapters:
         return found if len(found) == count else None
 
     @contextmanager
-    def all_active(self, model: nn.Module) -> Iterator[None]:
-        """Let a model's layers have all the adapters active, and no hook that tells of rows, for the length of a
+    def all_active(self) -> Iterator[None]:
+        """Let the model's layers have all the adapters active, and no hook that tells of rows, for the length of a
         ``with`` block. PEFT's own hooks are on the layers for all threads, too."""
-        if model is not self._model:
-            yield
-            return
         before = []
         try:
             for layer in self._layers:
@@ -152,10 +149,11 @@ def _names_in_hook(hook: Any) -> Sequence[str] | None:
     return names if isinstance(names, (list, tuple)) and all(type(each) is str for each in names) else None
 
 
-def _plain_lora(layer: nn.Module) -> list[str]:
-    """Return the names of a layer's adapters that are LoRA without more."""
-    more, biases = getattr(layer, "lora_variant", {}), getattr(layer, "lora_bias", {})
-    return [name for name in getattr(layer, "lora_A", ()) if name not in more and not biases.get(name)]
+def _more_than_lora(layer: nn.Module) -> list[str]:
+    """Return the names of a layer's adapters that are more than LoRA beside a product."""
+    biases = getattr(layer, "lora_bias", {})
+    others = [*getattr(layer, "lora_variant", ()), *getattr(layer, "lora_embedding_A", ())]
+    return [*others, *(name for name in biases if biases[name])]
 
 
 def _of_layer(layer: nn.Module) -> ActiveAdapters:

@@ -137,6 +137,18 @@ def test_rollouts_are_stocks(with_adapter, models, tmp_path, monkeypatch):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.parametrize("with_adapter", (False, True))
+def test_rollouts_of_continuous_batching(with_adapter, models, tmp_path):
+    """Where TRL asks for transformers' continuous batching, rollouts share the steps of our batch."""
+    config = adapter() if with_adapter else None
+    options = dict(bf16=False, use_transformers_continuous_batching=True, disable_tqdm=True)
+    trainer = policy_trainer(models[1], tmp_path, peft_config=config, **options)
+    with counting(models[1]) as counts:
+        trainer.train()
+    assert counts.fast and not counts.fallback and not counts.reasons, counts.reasons
+    assert max(hf_fastpath.report(models[1]).stats["shared_steps"]) > 1
+
+
 @pytest.mark.parametrize("kind", ("SFT", "DPO"))
 def test_a_training_step_of_an_adapter_is_stocks(kind, models, tmp_path):
     """SFT and DPO over LoRA compute the losses, and end with the weights, that they have without a patch; then our loop

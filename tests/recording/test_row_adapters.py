@@ -218,15 +218,18 @@ def of_embedding():
 
 @pytest.mark.parametrize(
     ("adapters", "how"),
-    ((None, dict(num_beams=2)), (with_bias, {}), (of_embedding, {})),
-    ids=("beams", "bias", "embedding"),
+    ((None, dict(num_beams=2)), (None, dict(prompt_lookup_num_tokens=2)), (with_bias, {}), (of_embedding, {})),
+    ids=("beams", "drafts", "bias", "embedding"),
 )
 def test_what_stock_code_serves(adapters, how):
     """A reason says so where an adapter is more than LoRA beside a product, and in other loops."""
     pair = Pair(adapters=None if adapters is None else adapters())
-    expected, found = pair.both(["a", "b"], **how)
+    expected, found = pair.both(["a"] if "prompt_lookup_num_tokens" in how else ["a", "b"], **how)
     assert torch.equal(expected, found)
     assert set(pair.stats.reasons) == {"adapter_names"}, pair.stats.reasons
+    if adapters is not None:
+        pair.check(["a", "__base__"])  # the other one is loaded, and nobody's
+        pair.both(["a", "b"])
     assert "set_adapter(name)" in str(hf_fastpath.report(pair.ours))
     pair.ours.set_adapter("a")
     pair.stock.set_adapter("a")

@@ -47,10 +47,10 @@ def looked_at(model: nn.Module) -> Iterator[compat.RowAdapters | None]:
         What the call names for its rows; None if nothing, or more than a step may have.
     """
     rows = _here.rows
-    if rows is None or not rows.are_few:
+    if rows is None or not rows.may_be_in_a_step(model):
         yield None
         return
-    with rows.all_active(model):
+    with rows.all_active():
         yield rows
 
 
