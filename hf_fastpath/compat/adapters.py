@@ -90,11 +90,12 @@ class RowAdapters:
         others = {name for each in self._layers for name in _more_than_lora(each)}
         loaded = sorted({name for each in self._layers for name in getattr(each, "lora_A", ())} - others)
         self.names = loaded if len(loaded) <= _FEW_ADAPTERS and set(asked) <= set(loaded) else asked
+        self._are_plain = others.isdisjoint(self.names)
         self.rows = [-1 if name == _NO_ADAPTER else self.names.index(name) for name in given]
 
     def may_be_in_a_step(self, model: nn.Module) -> bool:
         """Whether a step of a model may have all of the adapters."""
-        return model is self._model and len(self.names) <= _MOST_ADAPTERS
+        return model is self._model and self._are_plain and len(self.names) <= _MOST_ADAPTERS
 
     @functools.cached_property
     def numbers(self) -> dict[int, int] | None:
