@@ -193,7 +193,7 @@ class PlanCache:
             if snapshot is None or snapshot.part.source is not model or snapshot.part.is_passing:
                 continue
             if snapshot.holds():
-                self._misses = self._misses if snapshot is looked_at else 0
+                self._misses = 0 if snapshot is last or snapshot in kept else self._misses
                 if snapshot in kept:
                     self._come_back(snapshot)
                 snapshot.part.look_again()
