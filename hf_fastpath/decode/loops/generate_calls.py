@@ -190,9 +190,13 @@ def grammars_of(processors: Any) -> list[Cause]:
     return [Cause("grammar_mask", compat.name_of(each)) for each in processors if compat.is_grammar(each)]
 
 
-def runs_users_code(processors: Any, criteria: Any, streamer: Any) -> list[Cause]:
-    """Return a reason for each object of a call that is the user's own: it may do anything, also to the model."""
-    processors = [each for each in processors if not compat.is_grammar(each)]
+def runs_users_code(processors: Any, criteria: Any, streamer: Any, knows_grammars: bool = False) -> list[Cause]:
+    """Return a reason for each object of a call that is the user's own: it may do anything, also to the model.
+
+    Args:
+        knows_grammars: whether the loop knows what processors of :func:`grammars_of` do, which then are none of these.
+    """
+    processors = [each for each in processors if not (knows_grammars and compat.is_grammar(each))]
     pairs = ("custom_stopping_criteria", criteria), ("custom_logits_processor", processors)
     of_the_user = [Cause(code, compat.name_of(own)) for code, all_ in pairs for own in all_ if not compat.is_stock(own)]
     if streamer is not None and not compat.is_stock_streamer(streamer):

@@ -114,7 +114,7 @@ class _Loop(TokensAhead):
         self.settings = compat.sampling_settings(logits_processor) if config.do_sample else None
         self.unfinished = torch.ones(self.batch, dtype=torch.long, device=self.device)
         users, self.grammars = (
-            runs_users_code(logits_processor, stopping_criteria, streamer),
+            runs_users_code(logits_processor, stopping_criteria, streamer, knows_grammars=True),
             grammars_of(logits_processor),
         )
         for code in (*users, *self.grammars):
