@@ -272,6 +272,11 @@ REASONS: dict[str, Reason] = {
         "a stopping criterion of the user's own: the host waits for every token",
         "use one of transformers' own criteria if it does the same",
     ),
+    "grammar_mask": Reason(
+        "a processor holds the text to a grammar: the host needs every token before the next one, and fills the mask "
+        "while the step runs on a GPU",
+        "nothing to do",
+    ),
     "autocast_left_out": Reason(
         "a trainer has put the model's forward under autocast; new tokens are computed in float32, as the weights are, "
         "which is more exact",

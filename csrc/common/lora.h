@@ -7,9 +7,10 @@
 
 namespace hf_fastpath {
 
-constexpr int kMaxLoraMatrices = 16;  // of a call: their list is a kernel's parameter
-constexpr int kMaxLoraRanks = 2048;   // the sum of their ranks, which lora_up keeps in shared memory
-constexpr int kMaxLoraRows = 16;      // rows of x, or of the base product
+// Matrices of a call, whose list is a kernel's parameter: 16 adapters of three projections.
+constexpr int kMaxLoraMatrices = 48;
+constexpr int kMaxLoraRanks = 2048;  // the sum of their ranks, which lora_up keeps in shared memory
+constexpr int kMaxLoraRows = 16;     // rows of x, or of the base product
 
 struct LoraMatrix {
   const void* data;    // [rows, columns]; one of the two is the rank

@@ -28,8 +28,8 @@ static_assert(kMaxBatch * kWarpSize <= kMinThreads, "a warp for each row");
 // The matrix that row `rank` of all matrices lies in.
 __device__ __forceinline__ int matrix_of(const LoraMatrices& matrices, int rank) {
   int found = 0;
-#pragma unroll
-  for (int m = 1; m < kMaxLoraMatrices; ++m) found += rank >= matrices.first_rank[m];
+#pragma unroll 1
+  for (int m = 1; m < matrices.count; ++m) found += rank >= matrices.first_rank[m];
   return found;
 }
 

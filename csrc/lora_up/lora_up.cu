@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kBatch>)
   typename C::Raw raw[kParts][kTurns];
   int places[kParts][kTurns];  // of what an access is multiplied with in a row of hidden; -1: there is none
   float scales[kParts][kTurns];
+  int owners[kParts][kTurns];
   allow_next_kernel();
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
@@ -74,11 +75,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kBatch>)
     walk.lane = lane, walk.lanes = lanes;
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
-      places[part][t] = -1, raw[part][t] = C::zero(), scales[part][t] = 0.f;
+      places[part][t] = -1, raw[part][t] = C::zero(), scales[part][t] = 0.f, owners[part][t] = 0;
       if (!walk.next(p)) continue;
       raw[part][t] = C::load_streaming(walk.row + walk.i);
       places[part][t] = p.matrices.first_rank[walk.matrix] + walk.i;
-      scales[part][t] = p.scale[walk.matrix];
+      scales[part][t] = p.scale[walk.matrix], owners[part][t] = p.owner[walk.matrix];
     }
   }
   wait_for_previous_kernel();
@@ -103,13 +104,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kBatch>)
     hidden[i] = __ldcg(p.hidden + int64_t(first_row) * ranks + i);
   __syncthreads();  // hidden is there
 
+  int chosen[kBatch] = {};
+  if (p.chosen != nullptr) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) chosen[b] = p.chosen[min(first_row + b, p.rows - 1)];
+  }
   float sums[kParts][kBatch] = {};
-  const auto add = [&](int part, const typename C::Raw& from, int place, float scale) {
+  const auto add = [&](int part, const typename C::Raw& from, int place, float scale, int owner) {
     float w[kElems];
     C::unpack(from, w);
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (b >= rows) break;
+      if (p.chosen != nullptr && chosen[b] != owner) continue;  // whatever is in the matrix
       const float* h = hidden + b * ranks + place;
       float product = 0.f;
       if constexpr (kElems == 1) {
@@ -129,11 +136,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kBatch>)
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
     for (int t = 0; t < kTurns; ++t)
-      if (places[part][t] >= 0) add(part, raw[part][t], places[part][t], scales[part][t]);
+      if (places[part][t] >= 0) add(part, raw[part][t], places[part][t], scales[part][t], owners[part][t]);
     auto& walk = walks[part];
     while (walk.next(p))
       add(part, C::load_streaming(walk.row + walk.i), p.matrices.first_rank[walk.matrix] + walk.i,
-          p.scale[walk.matrix]);
+          p.scale[walk.matrix], p.owner[walk.matrix]);
   }
   for (int step = lanes / 2; step > 0; step /= 2)
 #pragma unroll

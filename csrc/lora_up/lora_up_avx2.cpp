@@ -67,7 +67,7 @@ void sum_features(const LoraUpParams& p, int64_t row, int64_t first, int64_t cou
     const LoraMatrix& matrix = matrices.each[m];
     const int64_t of_matrix = p.first_feature[m], end = min_of(first + count, of_matrix + matrix.rows);
     const int64_t begin = first > of_matrix ? first : of_matrix;
-    if (begin >= end) continue;
+    if (begin >= end || is_left_out(p, row, m)) continue;
     const float* hidden = p.hidden + row * matrices.ranks + matrices.first_rank[m];
     with_element(matrices.dtype, [&](auto element) {
       using Weight = decltype(element);

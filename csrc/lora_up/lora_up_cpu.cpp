@@ -18,7 +18,7 @@ float sum_of(const LoraUpParams& p, int64_t row, int64_t feature) {
   for (int m = 0; m < matrices.count; ++m) {
     const LoraMatrix& matrix = matrices.each[m];
     const int64_t at = feature - p.first_feature[m];
-    if (at < 0 || at >= matrix.rows) continue;
+    if (at < 0 || at >= matrix.rows || is_left_out(p, row, m)) continue;
     const W* weight = static_cast<const W*>(matrix.data) + at * matrix.row_stride;
     const float* hidden = p.hidden + row * matrices.ranks + matrices.first_rank[m];
     double product = 0.0;
@@ -53,9 +53,10 @@ void lora_up_portable(const LoraUpParams& p, int64_t begin, int64_t end) {
 Tensor lora_up_cpu(const Tensor& base, const Tensor& hidden, const std::vector<Tensor>& weights,
                    const std::vector<double>& scales, const std::vector<int64_t>& firsts,
                    const std::optional<Tensor>& residual, int64_t activation, bool gated,
-                   bool programmatic_launch) {
+                   bool programmatic_launch, const std::optional<Tensor>& chosen,
+                   const std::vector<int64_t>& owners) {
   const LoraUpCall call(base, hidden, weights, scales, firsts, residual, activation, gated,
-                        programmatic_launch);
+                        programmatic_launch, chosen, owners);
   const LoraUpParams& p = call.params;
   int64_t bytes = 2 * p.rows * p.features * element_size(p.dtype);
   for (int m = 0; m < p.matrices.count; ++m)

@@ -13,7 +13,8 @@ class LoraUpCall {
 
   LoraUpCall(const Tensor& base, const Tensor& hidden, const std::vector<Tensor>& weights,
              const std::vector<double>& scales, const std::vector<int64_t>& firsts,
-             const std::optional<Tensor>& residual, int64_t activation, bool gated, bool programmatic_launch)
+             const std::optional<Tensor>& residual, int64_t activation, bool gated, bool programmatic_launch,
+             const std::optional<Tensor>& chosen, const std::vector<int64_t>& owners)
       : params(checked(base, weights, scales, firsts, gated)),
         base_(hf_fastpath::contiguous(base)),
         hidden_(hf_fastpath::contiguous(hidden)),
@@ -29,6 +30,14 @@ class LoraUpCall {
           "hf_fastpath::lora_up: residual has to be like the result, which is not gated");
       residual_ = hf_fastpath::contiguous(*residual);
       params.residual = residual_->const_data_ptr();
+    }
+    if (chosen) {
+      STD_TORCH_CHECK(chosen->scalar_type() == ScalarType::Int && chosen->dim() == 1 &&
+                          chosen->size(0) == params.rows && owners.size() == weights.size(),
+                      "hf_fastpath::lora_up: chosen has to be int32 [rows of base], and owners one for each weight");
+      chosen_ = hf_fastpath::contiguous(*chosen);
+      params.chosen = static_cast<const int*>(chosen_->const_data_ptr());
+      for (size_t m = 0; m < owners.size(); ++m) params.owner[m] = static_cast<int>(owners[m]);
     }
     params.base = base_.const_data_ptr();
     params.hidden = static_cast<const float*>(hidden_.const_data_ptr());
@@ -67,7 +76,7 @@ class LoraUpCall {
 
  private:
   Tensor base_, hidden_;
-  std::optional<Tensor> residual_;
+  std::optional<Tensor> residual_, chosen_;
 
  public:
   Tensor out;

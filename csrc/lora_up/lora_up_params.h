@@ -12,6 +12,8 @@ struct LoraUpParams {
   LoraMatrices matrices;                // [some features, rank] each
   float scale[kMaxLoraMatrices];        // factor of each matrix's product
   int first_feature[kMaxLoraMatrices];  // of base, to which its product is added
+  const int* chosen;                    // [rows], the owner whose matrices a row takes; null: all matrices
+  int owner[kMaxLoraMatrices];          // of each matrix
   const void* residual;                 // like out, contiguous, or null
   void* out;                            // [rows, features], or half as many if gated; contiguous
   int rows, features;                   // rows: 1 to kMaxLoraRows
@@ -20,5 +22,11 @@ struct LoraUpParams {
   Activation activation;
   bool programmatic_launch;  // may read matrices before the kernel in front on the stream is complete
 };
+
+// Whether a row of another owner leaves a matrix out, whatever is in it. Static: a file for one CPU feature has a
+// function of its own.
+static inline bool is_left_out(const LoraUpParams& p, int64_t row, int matrix) {
+  return p.chosen != nullptr && p.chosen[row] != p.owner[matrix];
+}
 
 }  // namespace hf_fastpath

@@ -2,7 +2,15 @@
 
 ``compat`` may import ``choices`` and nothing else of the package. Every folder may import it, by ``compat.name``."""
 
-from .adapters import ActiveAdapters, active_adapters, adapter_names, is_of_adapters, use_adapter
+from .adapters import (
+    ActiveAdapters,
+    RowAdapters,
+    active_adapters,
+    adapter_names,
+    is_of_adapters,
+    row_adapters,
+    use_adapter,
+)
 from .caches import (
     CACHE,
     CACHES,
@@ -46,6 +54,8 @@ from .code import (
     name_of,
     names_read,
     names_written,
+    object_of_deepcopy,
+    plain_deepcopy,
     run_under_autocast,
 )
 from .config_sizes import check_sizes, few_modules
@@ -114,6 +124,7 @@ from .generation import (
     set_philox_offset,
     uses_generation_mixin_sample,
 )
+from .grammars import is_grammar
 from .hearing import hearing, is_logging, module_of, uncollected, unheard
 from .host_memory import lock_pages, unlock_pages
 from .imported import file_digest, is_elsewhere, is_file_of, module_digest, unchanged_digest

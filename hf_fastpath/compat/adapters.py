@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,18 @@ _OF_ADAPTERS = frozenset({"_active_adapter", "adapter_layer_names", "other_param
 #: what of a module is looked at as its tensors and modules
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _PLAIN = (type(None), bool, int, float, str)
+#: attribute of a model that PEFT has put adapters into
+_CONFIG = "peft_config"
+#: PEFT's hook, for the length of a call, that hands a layer the adapter of each row
+NAMES_OF_ROWS = "_adapter_names_pre_forward_hook"
+#: the name by which a row asks for no adapter
+_NO_ADAPTER = "__base__"
+#: so many adapters are taken whether a call names them or not: then all such calls share steps that were recorded once
+_FEW_ADAPTERS = 8
+#: and so many at most
+_MOST_ADAPTERS = 16
+#: dicts of a module with hooks that run before its forward, and with how these want to be called
+_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,88 @@ def is_of_adapters(place: str, layers: Mapping[str, ActiveAdapters]) -> bool:
         if found is not None:
             return parts[count] in found.containers
     return False
+
+
+class RowAdapters:
+    """The adapters that a call of ``generate()`` names for its rows (``adapter_names=``).
+
+    Attributes:
+        names: of adapters, which the call names or may name.
+        rows: of each row, the place of its adapter among the names; -1 for none.
+    """
+
+    def __init__(self, model: nn.Module, given: Sequence[str]):
+        self._model = model
+        self._layers = [each for each in model.modules() if hasattr(each, "adapter_layer_names")]
+        asked = sorted(set(given) - {_NO_ADAPTER})
+        others = {name for each in self._layers for name in _more_than_lora(each)}
+        loaded = sorted({name for each in self._layers for name in getattr(each, "lora_A", ())} - others)
+        self.names = loaded if len(loaded) <= _FEW_ADAPTERS and set(asked) <= set(loaded) else asked
+        self._are_plain = others.isdisjoint(self.names)
+        self.rows = [-1 if name == _NO_ADAPTER else self.names.index(name) for name in given]
+
+    def may_be_in_a_step(self, model: nn.Module) -> bool:
+        """Whether a step of a model may have all of the adapters."""
+        return model is self._model and self._are_plain and len(self.names) <= _MOST_ADAPTERS
+
+    @functools.cached_property
+    def numbers(self) -> dict[int, int] | None:
+        """Return the address of each adapter's first matrix in a layer -> the adapter's place among the names; None if
+        adapters share a matrix."""
+        found: dict[int, int] = {}
+        for layer in self._layers:
+            for name, down in getattr(layer, "lora_A", {}).items():
+                if name in self.names:
+                    found[down.weight.data_ptr()] = self.names.index(name)
+        count = sum(name in self.names for each in self._layers for name in getattr(each, "lora_A", {}))
+        return found if len(found) == count else None
+
+    @contextmanager
+    def all_active(self) -> Iterator[None]:
+        """Let the model's layers have all the adapters active, and no hook that tells of rows, for the length of a
+        ``with`` block. PEFT's own hooks are on the layers for all threads, too."""
+        before = []
+        try:
+            for layer in self._layers:
+                space = vars(layer)
+                before.append((layer, space.get("_active_adapter"), [dict(space[each]) for each in _HOOKS]))
+                for number, hook in list(layer._forward_pre_hooks.items()):
+                    if _names_in_hook(hook) is not None:
+                        for each in _HOOKS:
+                            space[each].pop(number, None)
+                space["_active_adapter"] = list(self.names)
+            yield
+        finally:
+            for layer, active, hooks in before:
+                vars(layer)["_active_adapter"] = active
+                for name, held in zip(_HOOKS, hooks):
+                    now = vars(layer)[name]
+                    now.clear()
+                    now.update(held)
+
+
+def row_adapters(model: nn.Module) -> RowAdapters | None:
+    """Return the adapters that a call which is under way names for its rows, or None."""
+    if _CONFIG not in vars(model):
+        return None
+    first = next((each for each in model.modules() if hasattr(each, "adapter_layer_names")), None)
+    hooks = () if first is None else first._forward_pre_hooks.values()
+    given = [names for each in hooks if (names := _names_in_hook(each)) is not None]
+    return RowAdapters(model, given[-1]) if given else None  # PEFT leaves those of a call that was broken off
+
+
+def _names_in_hook(hook: Any) -> Sequence[str] | None:
+    if not isinstance(hook, functools.partial) or getattr(hook.func, "__name__", "") != NAMES_OF_ROWS:
+        return None
+    names = hook.keywords.get("adapter_names")
+    return names if isinstance(names, (list, tuple)) and all(type(each) is str for each in names) else None
+
+
+def _more_than_lora(layer: nn.Module) -> list[str]:
+    """Return the names of a layer's adapters that are more than LoRA beside a product."""
+    biases = getattr(layer, "lora_bias", {})
+    others = [*getattr(layer, "lora_variant", ()), *getattr(layer, "lora_embedding_A", ())]
+    return [*others, *(name for name in biases if biases[name])]
 
 
 def _of_layer(layer: nn.Module) -> ActiveAdapters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import inspect
 import sys
@@ -192,6 +193,17 @@ FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 def forward_attribute(module: nn.Module) -> str:
     """Return the attribute of the forward that computes; under an accelerate hook it is ``_old_forward``."""
     return "_old_forward" if hasattr(module, "_hf_hook") and "_old_forward" in vars(module) else "forward"
+
+
+def object_of_deepcopy(frame: types.FrameType) -> Any:
+    """Return what ``copy.deepcopy`` copies, if a frame is one of it; else None."""
+    return frame.f_locals.get("x") if frame.f_code is copy.deepcopy.__code__ else None
+
+
+def plain_deepcopy(thing: Any, memo: dict) -> Any:
+    """Copy an object as ``copy.deepcopy`` does whose class and ``__dict__`` say nothing of it."""
+    reduced = thing.__reduce_ex__(4)
+    return copy._reconstruct(thing, memo, *reduced)  # type: ignore[attr-defined]
 
 
 def below_autograd() -> Any:

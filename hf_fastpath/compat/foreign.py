@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .adapters import NAMES_OF_ROWS
+
 #: packages whose layers are adapters around a model's own
 _ADAPTERS = ("peft", "adapters", "loralib", "lycoris")
 #: name of the layer that a layer of PEFT stands around
@@ -29,8 +31,6 @@ _QUANTIZERS: dict[str, str | None] = {
         )
     },
 }
-#: PEFT's hook, for the length of a call, that hands a layer the adapter of each row
-_NAMES_OF_ROWS = "_adapter_names_pre_forward_hook"
 #: types of weights that kernels of a model's own family read; any other type is of quantized weights
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -55,7 +55,7 @@ def function_code(function: Any) -> str | None:
     """Return the reason code of a forward or hook that another package has put onto a module, or None."""
     function = getattr(function, "func", function)  # functools.partial
     function = getattr(function, "__func__", function)
-    if getattr(function, "__name__", "") == _NAMES_OF_ROWS:
+    if getattr(function, "__name__", "") == NAMES_OF_ROWS:
         return "adapter_names"
     # a wrapper has taken on the name of the module of what it wraps
     home = getattr(function, "__globals__", {}).get("__name__") or getattr(type(function), "__module__", "")

@@ -257,13 +257,14 @@ def own_experts(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: 
 
 
 def forward_over(
-    model: nn.Module, tokens: torch.Tensor, cache: Cache, encoded: torch.Tensor | None = None
+    model: nn.Module, tokens: torch.Tensor, cache: Cache, encoded: torch.Tensor | None = None, bare: bool = False
 ) -> torch.Tensor:
     """Run tokens of one sequence behind those that ``cache`` holds; return the model's logits.
 
     No mask is passed: Mamba's class would apply one of the whole text to the new tokens.
 
     Args:
+        bare: whether the class's forward runs in place of one that the instance has.
         encoded: [1, length, encoder_width], of an encoder-decoder what the encoder has given; else None.
     """
     past, count = text_cache(cache).get_seq_length(), tokens.shape[1]
@@ -278,7 +279,7 @@ def forward_over(
         given[text_name(model, "position_ids")] = positions
     if encoded is not None:
         given["encoder_outputs"] = encoder_output(encoded)
-    return model(**given).logits
+    return (functools.partial(type(model).forward, model) if bare else model)(**given).logits
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:

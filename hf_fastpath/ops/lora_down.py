@@ -12,7 +12,7 @@ from .gemv import rows_reason
 from .norm import NORM_SCHEMA, NORMS, norm_reasons, normed
 
 #: matrices of a call, and the sum of their ranks; the same as in csrc/common/lora.h
-MAX_MATRICES, MAX_RANKS = 16, 2048
+MAX_MATRICES, MAX_RANKS = 48, 2048
 
 
 def reference(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 from torch import nn
 
@@ -39,6 +40,9 @@ def _replicate(self: nn.Module) -> nn.Module:
 
 def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
     """Copy a patched model as patched, and one of its modules alone as stock."""
+    wrapper = compat.object_of_deepcopy(sys._getframe(1))
+    if wrapper is not None and wrapper is not self:  # a model of PEFT's hands on what the model inside has
+        return compat.plain_deepcopy(wrapper, memo)
     state = state_of(self)
     made = self.__class__.__new__(self.__class__)
     memo[id(self)] = made

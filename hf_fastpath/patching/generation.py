@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from .. import compat
 from ..batching import generate_batch
 from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..cache.fastpath_cache import FastpathCache
-from ..decode.loops import assisted, beams, counted, sample
+from ..decode.loops import adapter_rows, assisted, beams, counted, sample
 from ..decode.loops.call_scope import scope_here
 from ..decode.loops.eligibility import request_reason, unknown_argument
 from ..decode.loops.patched import STATE_KEY
@@ -33,13 +34,21 @@ def prepare_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Do as the class's own method, but make a FastpathCache where that would make a plain ``DynamicCache``."""
     state: PatchState | None = vars(self).get(STATE_KEY)
     named = compat.named_arguments(type(self)._prepare_cache_for_generation, self, args, kwargs)
-    generation_config, model_kwargs = named["generation_config"], named["model_kwargs"]
-    generation_mode = named["generation_mode"]
+    model_kwargs, generation_mode = named["model_kwargs"], named["generation_mode"]
     users_own = model_kwargs.get(compat.CACHE) is not None
     result = compat.prepare_cache_stock(self, **named)
     if state is None or not state.enabled:  # the state is None if another thread has just unpatched the model
         return result
     state.stats.new_call()
+    is_sample = compat.is_sample_mode(generation_mode)
+    with adapter_rows.looked_at(self) if is_sample else nullcontext():
+        return _prepared(self, state, named, users_own, result)
+
+
+def _prepared(self: nn.Module, state: PatchState, named: dict[str, Any], users_own: bool, result: Any) -> Any:
+    """Put a FastpathCache in the place of the cache that transformers has made, if one serves the call."""
+    generation_config, model_kwargs = named["generation_config"], named["model_kwargs"]
+    generation_mode = named["generation_mode"]
     part = state.plans.part_in_call(self, generation_config) if state.loop_reason is None else None
     by_plans = compat.is_sample_mode(generation_mode) or (compat.is_beam_mode(generation_mode) and beams.takes(part))
     if not (by_plans or (compat.is_assisted_mode(generation_mode) and state.generates)):
@@ -55,7 +64,10 @@ def prepare_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_text_alone, stocks = made is whole, made
         scope = scope_here()
         page_size = state.options.page_size if scope is None or not scope.shares else None  # slots have no pages
-        made = FastpathCache.from_dynamic(made, state.options.kv_dtype, page_size)
+        kv_dtype = state.options.kv_dtype
+        if kv_dtype is None and part is not None and part.is_cast_down:
+            kv_dtype = part.embedding.weight.dtype  # a prompt that modules read under autocast gives others
+        made = FastpathCache.from_dynamic(made, kv_dtype, page_size)
         made.stands_for = stocks
         made.is_dropped = not generation_config.return_dict_in_generate and state.prefixes is None
         if part is not None:

@@ -133,7 +133,8 @@ class _Trial:
     def stock_over(self, tokens: torch.Tensor, whole: Any) -> torch.Tensor:
         """Run the model's own forward over tokens; return their logits."""
         with _WideAttention() if self.device.type == "cuda" else nullcontext(), self._stock_code():
-            return compat.forward_over(self.part.source, tokens, whole, self.output).float()
+            bare = self.part.is_cast_down  # a trainer's autocast, which our steps leave out, has roundings of its own
+            return compat.forward_over(self.part.source, tokens, whole, self.output, bare).float()
 
     def _stock_code(self) -> AbstractContextManager[Any]:
         """A ``with`` block for stock code. Only of a model with an architecture file modules have forwards of ours."""

@@ -21,7 +21,7 @@ from ..linears.packed_embedding import PackedEmbedding
 from ..ops.decode_attention import MAX_QUERY_LEN
 from ..ops.gemv import MAX_ROWS
 from ..reasons import Cause, class_name
-from . import marks
+from . import marks, row_adapters
 from .arguments import described, hides_other_places, why_it_matters
 from .by_length import ByLength
 from .dry_run import dry_run
@@ -93,6 +93,7 @@ class RecordedModel(WholeModel):
         self._looked_at.age()
 
     adopt = adopt
+    row_adapters_reason = row_adapters.reason_against
     held = property(lambda self: self._looked_at.held)  # a walk through Python values when the part was made
     code = property(lambda self: self._looked_at.code)
     recorded = property(lambda self: self._looked_at.recordings)
@@ -322,8 +323,7 @@ class RecordedModel(WholeModel):
 
     def making_reason(self) -> Cause | None:
         """Return a function of PyTorch's that somebody has replaced: the recording, and the twin, would be of that."""
-        function = compat.replaced_function(self.source)
-        return None if function is None else Cause("replaced_function", function)
+        return None if (found := compat.replaced_function(self.source)) is None else Cause("replaced_function", found)
 
     def padding_reason(self, mask: torch.Tensor) -> Cause | None:
         if bool(mask.all()):
@@ -355,7 +355,7 @@ class RecordedModel(WholeModel):
 
     def outer_reason(self) -> str | None:
         """Return why calling the model is more than its class's forward, or None."""
-        return model_code_reason(self.module, self.architecture.module)
+        return None if self.is_cast_down else model_code_reason(self.module, self.architecture.module)
 
     def reason(self) -> str | None:
         """Return why a decode plan of the model would not be right now, or None."""

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
 from ..decode.loops.patched import STATE_KEY
+from ..decode.model import pass_through
 from ..decode.model.modules import is_packed
 from ..decode.state.python_state import Walk
 from ..decode.state.snapshot import differences
@@ -209,12 +210,17 @@ def _home(model: nn.Module) -> torch.device:
 
 
 def _stock_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a model without what ``patch()`` has bound to its modules."""
+    """Return a deep copy of a model without what ``patch()`` has bound to its modules, and without a forward on the
+    model that only hands on what ``generate()`` passes: such a function may enclose the model, and no copy of it would
+    enclose the copy."""
     modules = list(model.modules())
     for module in modules:
         memo[id(module)] = type(module).__new__(type(module))
     for module in modules:
         contents = {name: value for name, value in vars(module).items() if not _is_ours(name, value)}
+        if module is model and (forward := contents.get(compat.forward_attribute(model))) is not None:
+            if pass_through.reason_of(forward, model) != "model_forward":
+                del contents[compat.forward_attribute(model)]
         if compat.forward_attribute(module) not in ("forward", *contents):  # a hook calls what is there
             contents[compat.forward_attribute(module)] = MethodType(type(module).forward, module)
         vars(memo[id(module)]).update(copy.deepcopy(contents, memo))

@@ -164,6 +164,26 @@ def test_a_request_is_cancelled_and_one_fails(device):
     assert state_of(model).sharing.slots is None
 
 
+def kv_bytes() -> int:
+    """Return the bytes of keys and values of all caches that there are."""
+    gc.collect()
+    caches = (each for each in gc.get_objects() if isinstance(each, hf_fastpath.FastpathCache))
+    return sum(
+        buffer.nbytes for buffer in {each for cache in caches for layer in cache.key_layers for each in layer.buffers}
+    )
+
+
+def test_keys_and_values_are_given_back(device, monkeypatch):
+    """Behind the ``with`` block nothing holds the slots' memory, so that a trainer has it for its step."""
+    model, before = patched(device=device), kv_bytes()
+    most, step = [0], slots.Slots.step
+    monkeypatch.setattr(slots.Slots, "step", lambda self, tokens: most.append(kv_bytes()) or step(self, tokens))
+    with hf_fastpath.batch(model, slots=4, max_new_tokens=8, do_sample=False) as batch:
+        for request in [batch.submit(each) for each in texts(6, device)]:
+            request.result(LONG)
+    assert max(most) > before and kv_bytes() == before
+
+
 def test_what_shares_no_steps_runs_one_after_another(device):
     """Beams, and a model with recurrent states; the reason is told."""
     model, ids = patched(device=device), texts(3, device)

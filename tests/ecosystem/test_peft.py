@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
-from models import SHORT, counting, fresh, left_padded
+from models import CPU, SHORT, build, counting, fresh, left_padded, prompt, require_native
 from parity import assert_same_tokens
+
+import hf_fastpath
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
@@ -142,3 +145,19 @@ def test_ia3(device):
     )
     models = wrapped("llama", device, lambda model: peft.get_peft_model(model, config))
     tokens(*models, fast=True)
+
+
+def test_a_wrapper_is_copied_whole():
+    """PEFT's models hand on attributes that they lack; ``copy.deepcopy`` of one copies it, not the model inside."""
+    require_native(CPU)
+    inside = build("llama")
+    stock = peft.get_peft_model(inside, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    expected = stock.generate(input_ids=prompt(CPU), **SHORT)
+    ours = hf_fastpath.patch(stock, quiet=True)
+    twin = copy.deepcopy(ours)
+    assert type(twin) is type(ours) and twin is not ours and twin.get_base_model() is not ours.get_base_model()
+    assert torch.equal(twin.generate(input_ids=prompt(CPU), **SHORT), expected)
+    assert hf_fastpath.report(twin).stats["fast_tokens"] and not hf_fastpath.report(ours).stats["fast_tokens"]
+    assert type(copy.deepcopy([ours])[0]) is type(ours)
+    hf_fastpath.unpatch(twin)
+    assert torch.equal(ours.generate(input_ids=prompt(CPU), **SHORT), expected)

@@ -103,8 +103,11 @@ def test_lora_down_special_values(device, dtype):
 def test_lora_down_names_the_fault():
     x, weight = torch.randn(1, 8), torch.randn(3, 8)
     for weights, message in (
-        ([], "0 weights, expected 1 to 16"),
-        ([weight] * (MAX_MATRICES + 1), "17 weights, expected 1 to 16: take the others in another call"),
+        ([], "0 weights, expected 1 to 48"),
+        (
+            [weight] * (MAX_MATRICES + 1),
+            f"{MAX_MATRICES + 1} weights, expected 1 to {MAX_MATRICES}: take the others in another call",
+        ),
         ([weight, torch.randn(3, 9)], r"weights\[1\] has shape \(3, 9\), expected \[rank, 8\]"),
         ([weight, torch.randn(0, 8)], r"weights\[1\] has shape \(0, 8\), expected \[rank, 8\]"),
         ([weight, torch.randn(8)], r"weights\[1\] has shape \(8,\), expected \[rank, 8\]"),
@@ -130,7 +133,7 @@ def test_lora_down_native_names_the_fault():
     x, weight = torch.randn(1, 8), torch.randn(3, 8)
     for args in (
         (x, []),
-        (x, [weight] * 17),
+        (x, [weight] * 49),
         (x, [weight, torch.randn(3, 9)]),
         (x, [weight, weight.half()]),
         (x, [weight, weight[:0]]),

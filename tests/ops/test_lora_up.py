@@ -110,7 +110,7 @@ def test_lora_up_gate_is_the_two_halves(device, dtype):
 
 def without(base):
     """Return arguments of a call that adds nothing to ``base``."""
-    return base.new_zeros(len(base), 1), [base.new_zeros(1, 1)], [1.0], [0]
+    return base.new_zeros(len(base), 1).float(), [base.new_zeros(1, 1)], [1.0], [0]
 
 
 def close(dtype):
@@ -130,10 +130,48 @@ def test_lora_up_of_one_row_is_that_of_many(device, dtype):
         torch.testing.assert_close(alone.float(), together[row : row + 1].float(), **close(dtype))
 
 
+@over_dtypes
+def test_lora_up_of_owners(device, dtype):
+    """A row takes the weights of its owner, and what others hold, NaN among it, is nothing to the row."""
+    for gated in (False, True):
+        matrices = [(8, 0, 72), (16, 72, 72), (5, 0, 144), (8, 36, 60), (16, 0, 144)]
+        sample = made(device, dtype, 7, 144, matrices, dtype, not gated, gated=gated)
+        base, hidden, weights, scales, firsts, residual = sample.args
+        owners, chosen = [0, 0, 1, 7, 1], [1, 0, -1, 7, 1, 3, 0]
+        of_rows = dict(chosen=torch.tensor(chosen, dtype=torch.int32, device=device), owners=owners)
+        assert_matches(SPEC, Sample(*sample.args, gated=gated, **of_rows))
+        for owner in {*owners, *chosen}:
+            rows = [row for row, each in enumerate(chosen) if each == owner]
+            spoiled = [each if owner == of else torch.full_like(each, torch.nan) for each, of in zip(weights, owners)]
+            found = SPEC(base, hidden, spoiled, scales, firsts, residual, gated=gated, **of_rows)
+            own = [place for place, of in enumerate(owners) if of == owner]
+            parts = hidden.split([rank for rank, _, _ in matrices], dim=-1)
+            if own:
+                given = [parts[place] for place in own], [weights[place] for place in own]
+                expected = SPEC(
+                    base, torch.cat(given[0], -1), given[1], *([each[m] for m in own] for each in (scales, firsts)),
+                    residual, gated=gated,
+                )  # fmt: skip
+            else:
+                expected = SPEC(base, *without(base), residual, gated=gated)
+            torch.testing.assert_close(found[rows].float(), expected[rows].float(), **close(dtype))
+
+
 def test_lora_up_names_the_fault():
     base, hidden, weight = torch.randn(1, 8), torch.randn(1, 3), torch.randn(8, 3)
+    row = torch.zeros(1, dtype=torch.int32)
+    for more, message in (
+        (
+            dict(chosen=row.long(), owners=[0]),
+            r"chosen is torch.int64 \(1,\) on cpu, expected torch.int32 \(1,\) on cpu",
+        ),
+        (dict(chosen=row.expand(2), owners=[0]), r"chosen is torch.int32 \(2,\) on cpu, expected torch.int32 \(1,\)"),
+        (dict(chosen=row), "0 owners and 1 weights, expected as many of each"),
+    ):
+        with pytest.raises(OpInputError, match=message):
+            SPEC(base, hidden, [weight], [1.0], [0], **more)
     for call, message in (
-        ((base, hidden, [], [], []), "0 weights, expected 1 to 16"),
+        ((base, hidden, [], [], []), "0 weights, expected 1 to 48"),
         ((base, hidden, [weight], [1.0, 1.0], [0]), "1 weights, 2 scales and 1 firsts, expected as many of each"),
         ((base, hidden, [weight], [1.0], []), "1 weights, 1 scales and 0 firsts, expected as many of each"),
         ((base, hidden, [weight], [1.0], [1]), r"weights\[0\] reaches features 1 to 9, expected within base's 8"),
@@ -177,3 +215,6 @@ def test_lora_up_native_names_the_fault():
     ):
         with pytest.raises(RuntimeError):
             SPEC.overload(*call)
+    for more in (dict(chosen=torch.zeros(2, dtype=torch.int32), owners=[0]), dict(chosen=torch.zeros(1).int())):
+        with pytest.raises(RuntimeError):
+            SPEC.overload(base, hidden, [weight], [1.0], [0], **more)

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
+from causal_lm_types import small_model
 from models import (
     SHORT,
     assert_same_instances,
@@ -357,6 +358,29 @@ def test_trainers_autocast_of_a_half_precision_model_is_stocks(dtype, device):
         tokens = ours.generate(prompt(device), **SHORT)
     assert torch.equal(tokens, stock.generate(prompt(device), **SHORT))
     assert found.reasons["autocast"] and not found.fast
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("model_type", ("glm4", "mamba", "gemma3_text"))
+@pytest.mark.parametrize("dtype", (None, torch.bfloat16), ids=("loss", "autocast"))
+def test_trainers_forward_of_a_recorded_model(dtype, model_type, device):
+    """A forward that encloses the model does not run on the copy that is recorded: it would call the model itself."""
+    require_native(device)
+    stock = small_model(model_type).to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    put_loss(ours)
+    if dtype is not None:
+        under_autocast(ours, dtype)
+    for _ in range(3):  # prompts are recorded, too
+        with counting(ours) as found:
+            tokens = ours.generate(prompt(device, 2) % 90, **SHORT)
+        if model_type == "mamba" and dtype is not None:  # states of a prompt under autocast have its type
+            assert found.reasons["autocast"] and not found.fast, found.reasons
+            return
+        assert found.fast and not found.fallback, found.reasons
+        assert dtype is not None or not found.reasons, found.reasons
+    assert bool(found.reasons["autocast_left_out"]) == (dtype is not None)
+    assert_same_tokens(tokens, stock.generate(prompt(device, 2) % 90, **SHORT), stock)
 
 
 # ---- modules around the model --------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_fastpath
 from hf_fastpath import FallbackError
-from hf_fastpath.compat import CACHE
+from hf_fastpath.compat import CACHE, grammars
 from hf_fastpath.decode.loops.patched import paused
 from hf_fastpath.decode.model.structure import ModelInRoles
 from hf_fastpath.decode.placed import fetch, page_lock
@@ -236,6 +236,18 @@ def compiling(monkeypatch):
 
 def checkpointing(monkeypatch):
     return now(lambda model: (model.gradient_checkpointing_enable(), model.train()))
+
+
+class Grammar:
+    """A stand-in for a processor that holds a text to a grammar."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def grammar_mask(monkeypatch):
+    monkeypatch.setattr(grammars, "_GRAMMARS", {(Grammar.__module__, Grammar.__qualname__)})
+    return generating(logits_processor=LogitsProcessorList([Grammar()]))
 
 
 def being_paused(monkeypatch):
@@ -450,6 +462,7 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "busy": busy,
     "custom_streamer": lambda: generating(streamer=Deaf()),
     "custom_stopping_criteria": lambda: generating(stopping_criteria=StoppingCriteriaList([stop])),
+    "grammar_mask": grammar_mask,
     "custom_logits_processor": lambda: generating(logits_processor=LogitsProcessorList([lambda ids, scores: scores])),
 }
 
@@ -579,6 +592,7 @@ NAMES = {
     "partial_patch": "unsupported_head_dim: transformer.h.0.attn: GPT2Attention, head_dim=21",
     "custom_streamer": "test_reasons.Deaf",
     "custom_stopping_criteria": "test_reasons.stop",
+    "grammar_mask": "test_reasons.Grammar",
     "custom_logits_processor": "test_reasons.<lambda>",
     "nonfinite_logits": "generate()",
     "not_recorded": "at test_reasons.py:",

@@ -107,12 +107,12 @@ def test_options_of_adapters(options):
     assert_no_more_of_pytorch(calls, small("llama"))
 
 
-@pytest.mark.parametrize("count", (2, 4, 5))
+@pytest.mark.parametrize("count", (2, 5, 17))
 def test_several_adapters_at_once(count):
-    """More than four of one weight stay PyTorch's, and right."""
+    """More than sixteen of one weight stay PyTorch's, and right."""
     names = tuple(f"adapter {place}" for place in range(count))
     calls = calls_of(assert_alike(adapted(small("llama"), names, target_modules=["q_proj", "down_proj"])))
-    assert (calls["lora_up"] > 0) == (count <= 4)
+    assert (calls["lora_up"] > 0) == (count <= 16)
 
 
 @pytest.mark.parametrize("options", (dict(use_dora=True), dict(lora_bias=True)), ids=lambda each: ",".join(each))
@@ -133,8 +133,9 @@ def test_rows(name, rows):
         assert torch.equal(generated(ours, **options), generated(model, **options))
 
 
-def test_a_weight_that_is_read_otherwise_is_none_with_adapters(monkeypatch):
+def test_a_weight_that_is_read_otherwise_is_none_with_adapters(monkeypatch, tmp_path):
     """Marks to come may read a matrix in other ways than by a product."""
+    monkeypatch.setenv("HF_FASTPATH_CACHE", str(tmp_path))  # other tests have left steps in theirs
     monkeypatch.setattr(stand_ins, "_OF_PRODUCTS", ())
     calls = calls_of(assert_alike(adapted(small("llama"))))
     assert not calls["lora_up"] and calls["mul.Tensor"] > 2

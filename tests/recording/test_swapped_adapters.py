@@ -12,6 +12,7 @@ from torch import nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_fastpath
+from hf_fastpath.decode.state.python_state import Walk
 from hf_fastpath.patching.state import state_of
 from hf_fastpath.recording import whole_step
 
@@ -195,18 +196,25 @@ def test_factors_that_calls_have_baked_in(monkeypatch):
         assert made
 
 
-def test_an_adapter_for_each_row_is_stocks():
-    """PEFT's layers sort rows by adapters; a reason says so, and the adapters by themselves stay in the loop."""
+def test_a_model_that_is_again_what_it_was_is_not_gone_through(monkeypatch):
+    """Going back and forth between known adapters makes no walk through the model."""
     pair = Pair()
-    pair.add("b", 1)
-    ids = torch.arange(3, 12).expand(2, -1)
-    how = dict(input_ids=ids, max_new_tokens=4, do_sample=False, adapter_names=["first", "b"])
-    assert torch.equal(pair.stock.generate(**how), pair.ours.generate(**how))
-    stats = state_of(pair.ours.get_base_model()).stats
-    assert set(stats.reasons) == {"adapter_names"} and "set_adapter(name)" in str(hf_fastpath.report(pair.ours))
-    stats.reasons.clear()
-    stats.fallback_tokens = 0
+    for seed, name in enumerate(("b", "c"), 1):
+        pair.add(name, seed)
+    for name in ("first", "b", "c"):
+        pair.do(lambda model, name=name: model.set_adapter(name))
+        pair.check()
+    walks, enter = [], Walk.enter
+    monkeypatch.setattr(Walk, "enter", lambda self, model: walks.append(model) or enter(self, model))
+    seen = set()
+    for name in ("first", "b", "c", "b", "first", "c"):
+        pair.do(lambda model, name=name: model.set_adapter(name))
+        seen.add(tuple(pair.check()[0].tolist()))
+    assert not walks and len(seen) == 3
+    layer = lambda model: model.base_model.model.model.layers[0].self_attn.q_proj  # noqa: E731
+    pair.do(lambda model: layer(model)._active_adapter.append("b"))  # in place
     pair.check()
+    assert walks
 
 
 def test_a_swapped_step_is_watched(monkeypatch):

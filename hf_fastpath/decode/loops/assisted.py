@@ -121,6 +121,7 @@ class _AssistedLoop:
         self.processors, self.criteria, self.streamer = processors, stopping_criteria, streamer
         self.plain = not config.do_sample and not len(processors)  # every token is the most likely one
         self.runs_users_code = bool(runs_users_code(processors, stopping_criteria, streamer))
+        self.grammars = ()  # a grammar's processor that is asked about drafts is like the user's own
         self.device, self.prompt_len = input_ids.device, input_ids.shape[1]
         self.max_length = stopping_criteria.max_length
         self.ids = input_ids

@@ -13,6 +13,7 @@ import torch
 
 from ... import compat
 from ..ranks.rank_arguments import arguments_of
+from . import adapter_rows
 from .generate_calls import for_patched_models
 from .patched import Patched
 
@@ -24,7 +25,7 @@ def generate(state: Patched, original: Any, model: Any, *args: Any, **kwargs: An
     given = args, dict(kwargs)
     if callable(loop := kwargs.get("custom_generate")):
         kwargs["custom_generate"] = _counted(loop, state)
-    with _on_all_ranks(state, "generate()", original, model, *given):
+    with _on_all_ranks(state, "generate()", original, model, *given), adapter_rows.in_call(model):
         result = original(model, *args, **kwargs)
     if state.stats.made_here == before:  # else a loop has counted, which knows the prompt better
         prompt = args[0] if args else kwargs.get("inputs")

@@ -17,6 +17,7 @@ from ...reasons import Cause
 from ..plans.plan_cache import PlanCache
 from ..ranks.process_group import Ranks
 from ..sources.step_source import StepSource
+from . import adapter_rows
 from .eligibility import model_reason, torch_reason
 from .multimodal import Behind
 from .patched import STATE_KEY, Patched
@@ -102,7 +103,7 @@ def alike(ranks: Ranks | None, call: Any, model_kwargs: dict, chooses: bool) -> 
         [end.tolist() for end in end_tokens(call.criteria)],
     ]
     settings += [compat.numbers_of(each) for each in call.processors if compat.is_stock(each)]
-    own_code = call.runs_users_code or not all(map(compat.looks_at_tokens_alone, call.criteria))
+    own_code = call.runs_users_code or bool(call.grammars) or not all(map(compat.looks_at_tokens_alone, call.criteria))
     found = ranks.check_alike(call.ids, model_kwargs.get("attention_mask"), settings, own_code, chooses)
     with ranks.one_generator(call.ids.device) if call.config.do_sample else nullcontext():
         yield found
@@ -130,15 +131,18 @@ class CallWatch:
         """Whether the model differs from what it was. Once stock code has taken over, which sees all, this is False."""
         if self.part is None:
             return False
-        is_other = not self._snapshot.holds() or torch.is_autocast_enabled(device.type)
+        with adapter_rows.looked_at(self._model):
+            is_other = not self._snapshot.holds()
+        is_other = is_other or torch.is_autocast_enabled(device.type)
         return is_other or torch_reason(self._model) is not None
 
-    def look_again(self, input_ids: torch.Tensor, cache: FastpathCache) -> None:
+    def look_again(self, input_ids: torch.Tensor, cache: FastpathCache, rows: Any = None) -> None:
         """Take on the model as it is now; a reason for stock code is counted.
 
         Args:
             input_ids: of the call.
             cache: of the call.
+            rows: adapters that the call names for its rows, or None.
 
         Raises:
             FallbackError: stock code has to go on, and the model was patched with ``strict=True``.
@@ -146,12 +150,15 @@ class CallWatch:
         state, self.part = vars(self._model).get(STATE_KEY), None
         if state is None or not state.enabled:  # the user has unpatched the model
             return
-        self.state, part = state, state.plans.part_of(self._model)
-        reason = model_reason(state, part, input_ids, cache)
-        if reason is not None:
-            return state.fall_back(reason)
-        assert part is not None, "without one there is a reason"
-        self.part, self._snapshot = part, state.plans.snapshot_of(part)
+        with adapter_rows.looked_at(self._model):
+            self.state, part = state, state.plans.part_of(self._model)
+            reason = model_reason(state, part, input_ids, cache)
+            if reason is None and rows is not None and part is not None:
+                reason = adapter_rows.reason_against(part, rows, len(input_ids))
+            if reason is not None:
+                return state.fall_back(reason)
+            assert part is not None, "without one there is a reason"
+            self.part, self._snapshot = part, state.plans.snapshot_of(part)
 
 
 def position_ids_of(ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -178,8 +185,18 @@ def next_positions_of(behind: Behind, input_ids: torch.Tensor, config: Any, mode
     return found.expand(len(input_ids))
 
 
-def runs_users_code(processors: Any, criteria: Any, streamer: Any) -> list[Cause]:
-    """Return a reason for each object of a call that is the user's own: it may do anything, also to the model."""
+def grammars_of(processors: Any) -> list[Cause]:
+    """Return a reason for each processor of a call that holds the text to a grammar."""
+    return [Cause("grammar_mask", compat.name_of(each)) for each in processors if compat.is_grammar(each)]
+
+
+def runs_users_code(processors: Any, criteria: Any, streamer: Any, knows_grammars: bool = False) -> list[Cause]:
+    """Return a reason for each object of a call that is the user's own: it may do anything, also to the model.
+
+    Args:
+        knows_grammars: whether the loop knows what processors of :func:`grammars_of` do, which then are none of these.
+    """
+    processors = [each for each in processors if not (knows_grammars and compat.is_grammar(each))]
     pairs = ("custom_stopping_criteria", criteria), ("custom_logits_processor", processors)
     of_the_user = [Cause(code, compat.name_of(own)) for code, all_ in pairs for own in all_ if not compat.is_stock(own)]
     if streamer is not None and not compat.is_stock_streamer(streamer):

@@ -229,6 +229,7 @@ def read_text(
     starts: torch.Tensor | None,
     prefixes: Prefixes | None = None,
     turns: PromptTurns = ALONE,
+    by_modules: bool = False,
 ) -> tuple[torch.Tensor, PrefixCall | None]:
     """Run the prompt of ``generate()`` and append it to the cache, by :func:`read_turn`, :func:`read` or the model.
 
@@ -239,6 +240,7 @@ def read_text(
         starts: [batch], left padding of each row, or None.
         prefixes: of the model, or None.
         turns: asked before each chunk.
+        by_modules: whether the model's own modules read it, in any case.
 
     Returns:
         [batch, vocab_size] logits of the first token; and what keeps the texts at the end of the call, or None.
@@ -247,7 +249,7 @@ def read_text(
     hidden_bytes = ids.numel() * weight.shape[-1] * weight.itemsize if weight.device.type == "cpu" else 0
     cache = model_kwargs[compat.CACHE]
     with reading_prompt(hidden_bytes):
-        if multimodal.has_more_than_tokens(part, model_kwargs):
+        if by_modules or multimodal.has_more_than_tokens(part, model_kwargs):
             with turns.chunk(ids.device, max(1, ids.numel())):
                 return compat.prefill(model, ids, config, model_kwargs).logits[:, -1], None
         alike = repeats(ids, config.num_return_sequences, cache)

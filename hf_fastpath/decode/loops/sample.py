@@ -21,7 +21,7 @@ from ..plans.encoded import Encoded
 from ..plans.plan_by_length import AnyPlan
 from ..ranks.process_group import Ranks
 from ..sources.step_source import StepSource
-from . import prompt
+from . import adapter_rows, prompt
 from .call_scope import Cancelled, alone, scope_here
 from .counted import by_stock
 from .eligibility import asked_method, step_aside_reason
@@ -32,11 +32,13 @@ from .generate_calls import (
     end_tokens,
     ends_by_length_or_token,
     for_patched_models,
+    grammars_of,
     next_positions_of,
     note_nonfinite,
     runs_users_code,
     settling,
 )
+from .grammar_masks import MasksAhead, fills_masks_ahead
 from .multimodal import Behind
 from .patched import Patched
 from .prompt_turns import ALONE
@@ -67,8 +69,11 @@ def sample(
     state.stats.new_call()
     given = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
     given |= dict(generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer)
-    part = state.plans.part_in_call(model, generation_config, is_last=True)
-    reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
+    with adapter_rows.looked_at(model) as rows:
+        part = state.plans.part_in_call(model, generation_config, is_last=True)
+        reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
+        if rows is not None and reason is None and part is not None:
+            reason = adapter_rows.reason_against(part, rows, len(input_ids))
     ranks = state.ranks if state.loop_reason is None else None
     reason = agreed_reason(ranks, reason, part, state.plans, len(input_ids))
     if reason is None:
@@ -80,6 +85,7 @@ def sample(
                     return StandIn(state, part, behind, input_ids, given, model_kwargs, asked).run(original)
         else:
             loop = _Loop(state, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+            loop.rows = rows
             whole = alike(part.ranks, loop, model_kwargs, loop.plan_chooses())
             with SharedCall.of(state, part, loop, cache) as loop.shared, loop.place() as is_free:
                 if is_free:
@@ -108,15 +114,23 @@ class _Loop(TokensAhead):
         #: the settings of sampling, if a plan can sample so
         self.settings = compat.sampling_settings(logits_processor) if config.do_sample else None
         self.unfinished = torch.ones(self.batch, dtype=torch.long, device=self.device)
-        users = runs_users_code(logits_processor, stopping_criteria, streamer)
-        for code in users:
+        users, self.grammars = (
+            runs_users_code(logits_processor, stopping_criteria, streamer, knows_grammars=True),
+            grammars_of(logits_processor),
+        )
+        for code in (*users, *self.grammars):
             state.stats.note(code)
         self.runs_users_code = bool(users)
         #: 0 if the host must see every token before the next one: on the CPU, and with the user's own objects
-        self.ahead = MAX_AHEAD if self.device.type == "cuda" and not users else 0
+        self.ahead = MAX_AHEAD if self.device.type == "cuda" and not (users or self.grammars) else 0
+        self.masks: MasksAhead | None = None  # which the host fills while a step runs
+        if self.grammars and not users and fills_masks_ahead(self.device):
+            self.masks = MasksAhead(logits_processor, input_ids)
+            self.processors = self.masks.processors
         self.left_at: int | None = None  # length of the sequences when stock code took over
         self.may_choose = True  # a plan may choose tokens, as far as ranks are asked
         self.have_own_code = False  # ranks could come to other tokens or ends
+        self.rows: compat.RowAdapters | None = None  # an adapter for each
         self.shared: SharedCall | None = None  # steps that other calls may share
         self.scope = scope_here()
         self.generator = None if self.scope is None else self.scope.generator
@@ -169,7 +183,7 @@ class _Loop(TokensAhead):
             prefixes = state.prefixes
             if prefixes is None and self.shared is not None and self.scope is not None:
                 prefixes = self.scope.prefixes()
-            next_logits, prefix = prompt.read_text(state.plans, *given, prefixes, turns)
+            next_logits, prefix = prompt.read_text(state.plans, *given, prefixes, turns, self.rows is not None)
             if prefix is not None and self.shared is not None:
                 prefix.keep_prompt()
         if state.prefixes is None:
@@ -178,7 +192,8 @@ class _Loop(TokensAhead):
         plan: AnyPlan | None = None
         plan_chooses = self.plan_chooses()
         sampled = plan_chooses and self.config.do_sample
-        watch = CallWatch(self.state, part) if self.runs_users_code else None
+        with adapter_rows.looked_at(self.model):
+            watch = CallWatch(self.state, part) if self.runs_users_code else None
         now: StepSource | None = part  # the model as it is now; None if stock code has to go on
         try:
             while True:
@@ -199,7 +214,7 @@ class _Loop(TokensAhead):
                 if done:
                     break
                 if watch is not None and watch.has_changed(self.device):
-                    watch.look_again(self.ids, cache)
+                    watch.look_again(self.ids, cache, self.rows)
                     now, self.state = watch.part, watch.state
                     if plan is not None and (now is None or plan.fingerprint != self.state.plans.fingerprint_of(now)):
                         tokens, old, plan = self._tokens_of(plan, tokens), plan, None  # an interrupt ends no plan twice
@@ -221,7 +236,7 @@ class _Loop(TokensAhead):
                     else:
                         self.ahead, sampled, plan_chooses = 0, False, False
                 if plan is None:
-                    plan = self.state.plans.decode_plan(now, self.batch, cache, sampled)
+                    plan = self._plan_for(now, cache, sampled)
                     for note in plan.program.notes:
                         self.state.stats.note(note)
                     end = self.has_eos and plan_chooses
@@ -235,6 +250,8 @@ class _Loop(TokensAhead):
                 if not plan.has_positions() and self._look_back(wait=True):
                     break  # all rows had ended, and the host was ahead
                 next_logits = self._draw(plan.step, tokens) if sampled else plan.step(tokens)
+                if self.masks is not None and next_logits is not None:
+                    self.masks.fill()
                 if first:  # building and capturing the plan does not count as decoding
                     started, first = time.perf_counter(), False
             dropped = self._drain()
@@ -266,6 +283,16 @@ class _Loop(TokensAhead):
         if self.streamer is not None:
             self.streamer.end()
         return self._result(given_cache)
+
+    def _plan_for(self, part: StepSource, cache: Any, sampled: bool) -> AnyPlan:
+        """Take a plan, in which each row has its adapter if the call names some."""
+        plans = self.state.plans
+        if self.rows is None:
+            return plans.decode_plan(part, self.batch, cache, sampled)
+        with adapter_rows.looked_at(self.model):
+            plan = plans.adapter_rows_plan(part, self.batch, cache, sampled, self.rows.numbers or {})
+        plan.seat(self.rows.rows)
+        return plan
 
     def _tokens_of(self, plan: AnyPlan | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Return the tokens that are read next, which a plan may have chosen."""
@@ -334,6 +361,8 @@ class _Loop(TokensAhead):
             self._settle()
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
+            if self.masks is not None:
+                self.masks.take(tokens)
             return not bool(self.unfinished.any())
         self._send(tokens)
         return self._look_back() or (self.max_length is not None and self.length >= self.max_length)

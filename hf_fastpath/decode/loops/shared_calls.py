@@ -15,6 +15,7 @@ from ...reasons import Cause
 from ..model.modules import is_packed
 from ..run.to_host import wait_for
 from ..sources.step_source import StepSource
+from . import adapter_rows
 from .call_scope import CallScope, scope_here
 from .generate_calls import end_tokens, ends_by_length_or_token
 from .patched import Patched
@@ -30,6 +31,8 @@ def why_not_shared(state: Patched, part: StepSource, cache: Any, config: Any, cr
         config, criteria: of the call.
     """
     what = why_model_not_shared(state, part)
+    if what is None and adapter_rows.are_named():
+        what = "an adapter for each row"
     if what is None and (not isinstance(cache, FastpathCache) or any(cache.page_sizes)):
         what = "a KV cache in pages"
     if what is None and part.learned_positions is not None:

@@ -39,13 +39,27 @@ def dequantized_product(x, quants, scales, zeros, multiplier, format, bias, resi
     return linear(x, weight.dequantize(x.dtype), bias, residual, activation)
 
 
-def with_adapters(base, x, down, weights, scales, firsts, residual=None, activation=Activation.NONE, gated=False):
+def with_adapters(
+    base,
+    x,
+    down,
+    weights,
+    scales,
+    firsts,
+    residual=None,
+    activation=Activation.NONE,
+    gated=False,
+    chosen=None,
+    owners=(),
+):
     """Compute what ``ops.lora_down`` and ``ops.lora_up`` compute, given ``x`` behind its norm."""
     dtypes = [each.dtype for each in (*down, *weights)]
     out = base.to(functools.reduce(torch.promote_types, dtypes), copy=True)
-    for matrix, weight, scale, first in zip(down, weights, scales, firsts):
-        hidden = nn.functional.linear(x.to(matrix.dtype), matrix)
-        out.narrow(-1, first, len(weight)).add_(nn.functional.linear(hidden, weight), alpha=scale)
+    for place, (matrix, weight, scale, first) in enumerate(zip(down, weights, scales, firsts)):
+        added = nn.functional.linear(nn.functional.linear(x.to(matrix.dtype), matrix), weight)
+        if chosen is not None:
+            added = added.where((chosen == owners[place]).view(*base.shape[:-1], 1), 0)
+        out.narrow(-1, first, len(weight)).add_(added, alpha=scale)
     out = out.to(base.dtype)
     return gated_halves(out, activation) if gated else finished(out, residual, activation)
 

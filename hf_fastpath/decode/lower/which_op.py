@@ -19,10 +19,9 @@ from ...compat import ShardStyle
 from ...ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS, most_rows
 from ...ops.joined_gemv import MAX_WEIGHTS
 from ...ops.kv_cache import KVCache
-from ...ops.lora_down import MAX_RANKS
 from ...quantization import PackedWeight, PreparedInputWeight
 from ..calls.named_calls import Emit, HeadNorms, Norm, parameters
-from ..model.weight import AdaptedWeight, Adapters, PlainWeight, Weight, has_adapters, joined
+from ..model.weight import AdaptedWeight, Adapters, PlainWeight, RowOwners, Weight, has_adapters, joined
 from ..ranks.rank_calls import Shard, gathered, own_inputs, summed
 from . import composed, many_experts, many_rows
 from .attend import attend
@@ -59,6 +58,7 @@ class Lower:
         attention: the ``attend.Attention`` that replaces attention over a cache, or its register; or None.
         early: whether kernels use programmatic dependent launch: they start before the kernels in front are complete.
         device: where calls run; None for where their weights are.
+        owners: which rows take which adapters; None if all rows take all.
     """
 
     emit: Emit
@@ -68,6 +68,7 @@ class Lower:
     attention: Any = None
     early: bool = False
     device: torch.device | None = None
+    owners: RowOwners | None = None
     _side: Any = field(default_factory=many_rows.SideStream, repr=False)
     _shared: tuple[Any, Any, Any] = (None, None, None)
 
@@ -188,11 +189,10 @@ class Lower:
         self, x: Any, norm: Norm | None, adapters: Adapters, base: Callable[[], Any], **behind: Any
     ) -> Any:
         """Emit a base product with adapters; products by ``down`` come first, as nothing waits for the base product."""
-        added = dict(weights=adapters.up, scales=adapters.scales, firsts=adapters.firsts)
-        if self.many or not adapters.are_alike or sum(map(len, adapters.down)) > MAX_RANKS:
-            out = base()
-            given = dict(x=self.input_behind(x, norm), down=adapters.down)
-            return self.emit(many_rows.with_adapters, base=out, **given, **added, **behind)
+        added = adapters.of_rows(self.owners)
+        if self.many or not adapters.are_alike or not adapters.are_few:
+            given = dict(base=base(), x=self.input_behind(x, norm), down=adapters.down)  # in this order
+            return self.emit(many_rows.with_adapters, **given, **added, **behind)
         how = dict(programmatic_launch=self.early)
         hidden = self.emit(ops.lora_down.overload, x=x, weights=adapters.down, norm=norm, **how)
         return self.emit(ops.lora_up.overload, base=base(), hidden=hidden, **added, **behind, **how)

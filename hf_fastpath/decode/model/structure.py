@@ -224,13 +224,6 @@ class ModelInRoles(Part, WholeModel):
         """
         return None if self.is_cast_down else model_code_reason(self.module, self.architecture.module)
 
-    @property
-    def is_cast_down(self) -> bool:
-        """Whether a trainer makes the model's forward run under autocast, and the weights are float32."""
-        if model_code_reason(self.module, self.architecture.module) != "autocast":
-            return False
-        return all(parameter.dtype == torch.float32 for parameter in self.module.parameters())
-
     def _is_known_embedding(self, module: nn.Module) -> bool:
         spec = self.architecture
         of_its_own = spec.embedding_scale if module is self.embedding else spec.position_offset

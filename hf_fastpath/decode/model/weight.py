@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from ...ops.lora_down import MAX_MATRICES, MAX_RANKS
 from ...quantization import InputRounding, PackedWeight, ReorderedWeight, RoundedInputWeight
 from .modules import is_packed, is_transposed, weight_and_bias
 
@@ -108,6 +110,18 @@ class Adapters:
         """Whether all matrices have one dtype."""
         return len({each.dtype for each in (*self.down, *self.up)}) == 1
 
+    @property
+    def are_few(self) -> bool:
+        """Whether one call of these ops takes them."""
+        return len(self.down) <= MAX_MATRICES and sum(map(len, self.down)) <= MAX_RANKS
+
+    def of_rows(self, owners: RowOwners | None) -> dict[str, Any]:
+        """Return what ``ops.lora_up`` is told of them and, if there are owners, of the rows that take them."""
+        told: dict[str, Any] = dict(weights=self.up, scales=self.scales, firsts=self.firsts)
+        if owners is not None:
+            told |= dict(chosen=owners.chosen, owners=[owners.numbers[each.data_ptr()] for each in self.down])
+        return told
+
     @staticmethod
     def of(weights: Sequence[Weight]) -> Adapters:
         made, first = Adapters([], [], [], []), 0
@@ -119,6 +133,19 @@ class Adapters:
                 made.firsts.append(first)
             first += weight.out_features
         return made
+
+
+@dataclass(frozen=True)
+class RowOwners:
+    """Which rows of a step take which adapters.
+
+    Attributes:
+        chosen: int32 [rows], the number of each row's adapter; another number for none.
+        numbers: address of an adapter's ``down`` -> the adapter's number.
+    """
+
+    chosen: torch.Tensor
+    numbers: Mapping[int, int]
 
 
 def weight_of(linear: nn.Module) -> tuple[Weight, torch.Tensor | None]:

@@ -61,6 +61,7 @@ class DecodePlan:
 
     #: tokens of a sequence that a step reads
     query_len = 1
+    owners: Any = None  # of adapters: rows, see :mod:`.adapter_rows_plan`
     cache: FastpathCache
 
     def __init__(
@@ -162,7 +163,8 @@ class DecodePlan:
             The register of the logits [batch, query_len, vocab_size], and what passes are told of the step.
         """
         step = self._made_for(part.rows)
-        to = Lower(self.program.emit, step.rows, beside=True, early=step.programmatic_launch, device=self.device)
+        how: dict[str, Any] = dict(beside=True, early=step.programmatic_launch, device=self.device, owners=self.owners)
+        to = Lower(self.program.emit, step.rows, **how)
         lens, starts = self.program.shared(self.seq_lens), self.program.shared(self.starts, is_constant=True)
         at = {}
         for device, own in self.memory.items():
@@ -182,8 +184,7 @@ class DecodePlan:
         # Kernels may overlap: no call of the step writes a parameter or the KV table, and lengths change only before
         # the step or in its last kernel.
         is_early = self.device.type == "cuda"
-        rows = self.batch * self.query_len * of_sequence
-        return Step(rows, one_call=at_once, programmatic_launch=is_early)
+        return Step(self.batch * self.query_len * of_sequence, one_call=at_once, programmatic_launch=is_early)
 
     def begin(
         self,

@@ -14,12 +14,13 @@ from ...cache.fastpath_cache import FastpathCache
 from ...reasons import Cause
 from ..sources.step_source import StepSource
 from ..state.snapshot import Snapshot, walk_of
+from .adapter_rows_plan import AdapterRowsPlan
 from .decode_plan import DecodePlan
 from .draft_plan import WIDTHS, DraftPlan
 from .plan_by_length import AnyPlan, PlanByLength
 from .rows_plan import SIZES, RowsPlan
 
-#: decode plans kept for one model; they differ in batch size, KV type and the way to choose tokens
+#: decode plans kept for one state of a model; they differ in batch size, KV type and the way to choose tokens
 MAX_PLANS = 4
 #: plans that verify drafts: all widths for two KV types
 MAX_DRAFT_PLANS = 2 * len(WIDTHS)
@@ -140,6 +141,18 @@ class PlanCache:
         fits = lambda plan: (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes) == key  # noqa: E731
         return self._taken(part, RowsPlan, fits, lambda: RowsPlan(part, *key))
 
+    def adapter_rows_plan(
+        self, part: StepSource, batch: int, cache: FastpathCache, sampled: bool, numbers: dict[int, int]
+    ) -> AdapterRowsPlan:
+        """Do as :meth:`plan_of` for rows that have an adapter each."""
+        cache.take()
+        key = batch, cache.stored_dtype, sampled, cache.page_sizes
+        fits = lambda plan: (  # noqa: E731
+            (plan.batch, plan.kv_dtype, plan.sampled, plan.page_sizes, plan.owners.numbers) == (*key, numbers)
+        )
+        make = lambda: AdapterRowsPlan(part, *key, numbers=numbers)  # noqa: E731
+        return self._taken(part, AdapterRowsPlan, fits, make)
+
     def _taken(self, part: StepSource, kind: type[Plan], fits: Callable[[Any], bool], make: Callable[[], Plan]) -> Plan:
         """Take or make a plan of a kind; waiting plans whose model has changed are dropped."""
         fingerprint = self.fingerprint_of(part)
@@ -160,22 +173,29 @@ class PlanCache:
         self._waiting = [plan for plan in self._waiting if plan.fingerprint in fingerprints and plan is not taken]
 
     def _take_back(self, plan: DecodePlan) -> None:
-        """Put a plan in front of those that wait; of each kind, only the newest stay."""
+        """Put a plan in front of those that wait; of each kind, only the newest stay, and the newest of each state of
+        the model, so that going from one adapter to the next makes no plan anew."""
         most = {DraftPlan: MAX_DRAFT_PLANS, RowsPlan: MAX_ROWS_PLANS}.get(type(plan), MAX_PLANS)
         with self.lock:
-            alike = [each for each in self._waiting if type(each) is type(plan)]
-            self._waiting = [plan, *(each for each in self._waiting if each not in alike[most - 1 :])]
+            alike = [plan, *(each for each in self._waiting if type(each) is type(plan))]
+            newest = {each.fingerprint: each for each in reversed(alike)}
+            gone = [each for each in alike[most:] if newest[each.fingerprint] is not each]
+            self._waiting = [plan, *(each for each in self._waiting if each not in gone)]
 
     # ---- the model as it is now -------------------------------------------------------------------------------
 
     def part_of(self, model: nn.Module) -> StepSource | None:
         """Return ``model`` in its roles as it is now, or None if it is of no family."""
-        last = self.snapshot
-        for snapshot in (last, self._looked_at):
+        last, looked_at = self.snapshot, self._looked_at
+        with self.lock:
+            kept = [each for each in self._kept if each is not last and each is not looked_at]
+        for snapshot in (last, looked_at, *kept):  # the model may be again what it was
             if snapshot is None or snapshot.part.source is not model or snapshot.part.is_passing:
                 continue
             if snapshot.holds():
-                self._misses = 0 if snapshot is last else self._misses
+                self._misses = 0 if snapshot is last or snapshot in kept else self._misses
+                if snapshot in kept:
+                    self._come_back(snapshot)
                 snapshot.part.look_again()
                 return snapshot.part
         self.snapshot = self._looked_at = None
@@ -190,6 +210,13 @@ class PlanCache:
         self._misses, self.snapshot = 0, found
         found.part.look_again()
         return found.part
+
+    def _come_back(self, snapshot: Snapshot) -> None:
+        """Note that the model is as a kept snapshot has it."""
+        self.snapshot, self._looked_at = snapshot, None
+        with self.lock:
+            if self._kept:
+                self._kept = [snapshot, *(each for each in self._kept if each is not snapshot)]
 
     def part_in_call(self, model: nn.Module, call: Any, is_last: bool = False) -> StepSource | None:
         """Do as :meth:`part_of`, which looks at the model once in a call of ``generate()``.
@@ -224,9 +251,7 @@ class PlanCache:
                 others.append((snapshot, differs))
             else:
                 snapshot.renew(walk)
-                with self.lock:
-                    if self._kept:
-                        self._kept = [snapshot, *(each for each in self._kept if each is not snapshot)]
+                self._come_back(snapshot)
                 return snapshot
         return self._adopted(made, others)
 

@@ -307,6 +307,13 @@ class StepSource(Protocol):
     def arguments_reason(self, arguments: dict[str, Any], batch: int) -> Cause | None:
         """Return why a step is another one if the forward is also given ``arguments``, or None."""
 
+    def row_adapters_reason(self, batch: int, numbers: Mapping[int, int]) -> str | None:
+        """Return why no step of so many sequences has an adapter for each row, or None.
+
+        Args:
+            numbers: address of each adapter's first matrix in a layer -> a number.
+        """
+
     def mask_over_encoded(self, arguments: dict[str, Any]) -> torch.Tensor | None:
         """Return the mask over the encoder's output, [batch, length], that the decoder is given; None for none."""
 

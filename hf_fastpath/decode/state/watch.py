@@ -145,4 +145,9 @@ def _are_alike(container: Any, now: list[Any], before: list[Any]) -> bool:
     if len(now) != len(before):
         return False
     pairs = ((new, old) for new, old in zip(now, before) if new is not old)
-    return all(Walk().frozen(new) == Walk().frozen(old) for new, old in pairs)
+    return all(_are_same_names(new, old) or Walk().frozen(new) == Walk().frozen(old) for new, old in pairs)
+
+
+def _are_same_names(new: Any, old: Any) -> bool:
+    """Whether both are lists of the same strings."""
+    return type(new) is list and type(old) is list and new == old and all(type(each) is str for each in chain(new, old))

@@ -17,7 +17,7 @@ from .products import is_bare
 
 _aten = torch.ops.aten
 #: adapters of one weight
-_MOST = 4
+_MOST = 16
 
 
 def adapters(recording: Recording, model: nn.Module) -> None:
