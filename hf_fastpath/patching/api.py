@@ -100,6 +100,8 @@ def patch(
             *(kv_dtype, weights, ops, strict, max_batch_size, lm_head, keep_original),
             *(page_size, prefix_cache, share_steps),
         )
+        if plan is None:
+            return patch_with(model, options, quiet)
         saved = read_plan(plan)
         with taking_from(saved):
             patch_with(model, options, quiet)

@@ -12,7 +12,6 @@ from .. import logs
 from ..known_code import read_note
 from ..native.build_cache import replace
 from ..recording.kept_recordings import ERRORS, Saved, facts_of, written
-from ..recording.recorded_model import RecordedModel
 from .state import patched_model, state_of
 
 #: the file of a plan, and its most bytes
@@ -41,15 +40,18 @@ def save_plan(model: nn.Module, directory: str | os.PathLike) -> None:
     state = state_of(whole)
     if state is None:
         raise ValueError(f"save_plan() got a {type(model).__name__} that is not patched: patch(model) first")
-    part = None if state.decided is None or state.decided.loop_reason is not None else state.plans.part_of(whole)
-    recordings = part.recorded if type(part) is RecordedModel else {}
-    difference = part.architecture.twins_difference if isinstance(part, RecordedModel) else 0.0
+    family = None if state.decided is None else state.decided.recorded
+    part = None if family is None else state.plans.part_of(whole)
+    made = {} if part is None else part.recorded
     try:
+        recordings = {} if part is None else {what: written(whole, part.code, each) for what, each in made.items()}
         data = {
             "version": _VERSION,
-            "difference": difference,
+            "difference": 0.0 if family is None else family.twins_difference,
             "facts": facts_of(whole) if recordings else {},
-            "recordings": {what: written(whole, part.code, made) for what, made in recordings.items()},
+            "recordings": {}
+            if part is None
+            else {what: written(whole, part.code, made) for what, made in recordings.items()},
         }
     except ERRORS as error:
         raise ValueError(f"save_plan() cannot write the steps of {type(whole).__name__}: {error}") from error
@@ -57,14 +59,12 @@ def save_plan(model: nn.Module, directory: str | os.PathLike) -> None:
     replace(Path(directory) / _FILE, json.dumps(data).encode(), 0o644)
 
 
-def read_plan(directory: str | os.PathLike | None) -> Saved | None:
-    """Return what :func:`save_plan` has written; None without a directory.
+def read_plan(directory: str | os.PathLike) -> Saved:
+    """Return what :func:`save_plan` has written.
 
     Raises:
         ValueError: there is no such file, or another program has written it.
     """
-    if directory is None:
-        return None
     path = Path(directory) / _FILE
     try:
         data = json.loads(read_note(path, _MOST_BYTES))
@@ -76,8 +76,8 @@ def read_plan(directory: str | os.PathLike | None) -> Saved | None:
         raise ValueError(f"plan is {os.fspath(directory)!r}, but {path} {what}; save_plan() writes it") from error
 
 
-def tell(saved: Saved | None) -> None:
+def tell(saved: Saved) -> None:
     """Warn if nothing of a plan was taken though there was something in it."""
-    if saved is not None and saved.others and not saved.is_taken:
+    if saved.others and not saved.is_taken:
         folder = os.fspath(saved.path.parent)
         logs.warn(f"patch(plan={folder!r}): the steps were recorded anew; other than in the plan are: {saved.others}")

@@ -209,6 +209,8 @@ class _Writer:
         if base is not None and base.dtype == tensor.dtype:
             size, stride, offset = _view(tensor)
             return {"view": [self._names[id(base)], size, stride, offset - base.storage_offset()]}
+        if memory in self._recording.live:  # an edit in place is to be seen
+            raise NotData("a tensor of the model's that is neither a parameter nor a buffer")
         if base is not None or tensor.nbytes > _MOST_BYTES:
             raise NotData(f"a tensor of {tensor.nbytes} bytes of its own")
         numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

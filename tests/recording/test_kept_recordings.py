@@ -18,6 +18,7 @@ import sympy
 import torch
 from causal_lm_types import small_config, small_model
 from models import CPU, require_native
+from own_decoders import own_model
 from own_helpers import Reading
 from transformers import AutoModelForCausalLM
 
@@ -253,6 +254,13 @@ def test_what_no_other_process_could_tell_is_not_kept(folder, made, caplog):
     with caplog.at_level(logging.DEBUG, "hf_fastpath"):
         assert same(patched_texts(model), stock) and made
     assert not folder.exists() and "a value of decimal.Context" in caplog.text
+
+
+def test_a_tensor_of_the_models_that_is_no_buffer_is_read_where_it_is(folder, made):
+    """Its numbers may be edited in place, so that a file with its numbers would be one of another model."""
+    model = own_model("PlainTensor")
+    hf_fastpath.patch(model)
+    assert made and not list(folder.glob("*"))
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder, made):

@@ -16,7 +16,7 @@ from transformers import StoppingCriteriaList
 
 import hf_fastpath
 from hf_fastpath.patching.state import state_of
-from hf_fastpath.recording import proof
+from hf_fastpath.recording import looked_at, proof
 from hf_fastpath.recording import whole_step as recorded_step
 
 IDS = torch.randint(3, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
@@ -153,6 +153,7 @@ def test_what_is_not_proven_is_tried_again(monkeypatch):
 
 def test_lack_of_memory_is_no_verdict(monkeypatch):
     """An error that says nothing of the model, in the proof or while a step is recorded, is gone with the next call."""
+    monkeypatch.setattr(looked_at, "made_or_kept", lambda model, code, what, make, saved: make())
     expected = generated(own_model("InDict"))
     for where, name in ((proof, "difference"), (recorded_step, "record")):
         ours = hf_fastpath.patch(own_model("InDict"), quiet=True)

@@ -33,6 +33,7 @@ class DescribedModel(ModelInRoles):
     has_encoder: ClassVar[bool] = False
     rows: ClassVar[int] = 1
     code: ClassVar[Any] = None
+    recorded: ClassVar[dict[str, Any]] = {}
     held: ClassVar[Any] = None
     takes_long: ClassVar[bool] = False
     modules_use_cache: ClassVar[bool] = True

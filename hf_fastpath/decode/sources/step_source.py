@@ -219,6 +219,10 @@ class StepSource(Protocol):
     # ---- its moment -----------------------------------------------------------------------------------------------
 
     @property
+    def recorded(self) -> Mapping[str, Any]:
+        """Name -> recording, of those of the whole model that were made or found so far; no file's model has any."""
+
+    @property
     def code(self) -> Any:
         """What ran of the model's code when its step was made (``recording.noted_code``); None if none did, so that
         all names of the module that defines its class count."""
