@@ -115,8 +115,7 @@ REASONS: dict[str, Reason] = {
     "quantized_kernel": Reason(
         "gptqmodel or optimum-quanto has put the weights into the order of a kernel of its own (Marlin, ExLlama, AWQ, "
         "...) as it loaded them",
-        "load it with GPTQConfig(bits=4, backend='gptq_torch') or AwqConfig(backend='torch_awq'); optimum-quanto in "
-        "bfloat16, int4 or int8",
+        "GPTQConfig(bits=4, backend='gptq_torch'), AwqConfig(backend='torch_awq'), quanto in bfloat16",
     ),
     "quantized_in_use": Reason(
         "a call has turned the checkpoint's quantized weights into another layout",

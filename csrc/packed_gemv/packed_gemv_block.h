@@ -155,9 +155,9 @@ struct RecordLanes {
       _mm256_store_si256(reinterpret_cast<__m256i*>(halves[0]), _mm256_permute4x64_epi64(of_scales, 0xd8));
       _mm256_store_si256(reinterpret_cast<__m256i*>(halves[1]), _mm256_permute4x64_epi64(of_minimums, 0xd8));
       RecordLanes made{Isa::halves(halves[0]), Isa::halves(halves[1])};
-      if constexpr (kScales == PackedScales::kFloatZeros)
+      if constexpr (pairs_hold_zeros(kScales))
         made.minimums = Isa::mul(Isa::mul(made.scales, Isa::all(-1.0f)), made.minimums);  // exact
-      if constexpr (kScales == PackedScales::kMiddles)
+      if constexpr (pairs_hold_middles(kScales))
         made.minimums = Isa::fma(made.scales, Isa::all(-8.0f), made.minimums);
       return made;
     } else {

@@ -36,6 +36,8 @@ constexpr bool are_pairs(PackedScales scales) {
   return scales == PackedScales::kMinimums || scales == PackedScales::kFloatZeros ||
          scales == PackedScales::kMiddles;
 }
+constexpr bool pairs_hold_zeros(PackedScales scales) { return scales == PackedScales::kFloatZeros; }
+constexpr bool pairs_hold_middles(PackedScales scales) { return scales == PackedScales::kMiddles; }
 constexpr bool has_minimums(PackedFormat format) {
   return are_pairs(traits_of(format).scales) || traits_of(format).scales == PackedScales::kKMinimums;
 }

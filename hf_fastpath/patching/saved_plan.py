@@ -49,9 +49,7 @@ def save_plan(model: nn.Module, directory: str | os.PathLike) -> None:
             "version": _VERSION,
             "difference": 0.0 if family is None else family.twins_difference,
             "facts": facts_of(whole) if recordings else {},
-            "recordings": {}
-            if part is None
-            else {what: written(whole, part.code, made) for what, made in recordings.items()},
+            "recordings": recordings,
         }
     except ERRORS as error:
         raise ValueError(f"save_plan() cannot write the steps of {type(whole).__name__}: {error}") from error

@@ -128,14 +128,6 @@ def test_an_adapter_of_a_recorded_model_has_no_reason(name):
 # ---- quantized weights -------------------------------------------------------------------------------------
 
 
-def quanto(directory: Path) -> nn.Module:
-    library = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
-    model = load(directory)
-    library.quantize(model, weights=library.qint8)
-    library.freeze(model)
-    return model
-
-
 def torchao(directory: Path) -> nn.Module:
     library = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     from transformers import TorchAoConfig
@@ -145,7 +137,6 @@ def torchao(directory: Path) -> nn.Module:
 
 #: what quantizes -> the model, the class that is named, and the code
 QUANTIZED = {
-    "quanto": (quanto, "optimum.quanto.", "quantized_format"),
     "torchao with activations": (torchao, "torchao.quantization.", "quantized_activations"),
 }
 

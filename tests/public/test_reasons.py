@@ -38,6 +38,7 @@ from transformers import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
+from with_minimums import hqq
 
 import hf_fastpath
 from hf_fastpath import FallbackError
@@ -146,6 +147,13 @@ def of_fixed_scales() -> set[str]:
     """Make a projection in FP8 whose input is rounded by a scale that the checkpoint holds."""
     model, (layer, _) = build("llama"), block_fp8(torch.randn(112, 204))
     layer.activation_scheme = "static"
+    model.model.layers[0].mlp.down_proj = layer
+    return declined(model)
+
+
+def of_hqq(dtype: torch.dtype, **meta) -> set[str]:
+    """Make a projection as HQQ makes it."""
+    model, (layer, _) = build("llama", hidden_size=128, intermediate_size=256), hqq(128, 256, 4, 64, dtype, **meta)
     model.model.layers[0].mlp.down_proj = layer
     return declined(model)
 
@@ -414,6 +422,8 @@ PROVOKED: dict[str, Callable[..., Iterable[str | None]]] = {
     "compressed_tensors": lambda: of_package("compressed_tensors.linear.compressed_linear"),
     "quantized_format": lambda: of_a_checkpoint(bits=3),
     "quantized_blocks": of_short_blocks,
+    "quantized_axis": lambda: of_hqq(torch.float16, axis=0),
+    "quantized_float32": lambda: of_hqq(torch.float32),
     "quantized_activations": of_fixed_scales,
     "quantized_fp8": lambda: of_package("transformers.integrations.finegrained_fp8", "down_proj"),
     "quantized_kernel": lambda: of_class("MarlinLinear", "gptqmodel"),
@@ -555,6 +565,8 @@ NAMES = {
     "quantized_format": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "quantized_order": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.TorchLinear",
     "quantized_blocks": "model.layers.0.mlp.down_proj: bitsandbytes.somewhere.Linear4bit",
+    "quantized_axis": "model.layers.0.mlp.down_proj: hqq.core.quantize.HQQLinear",
+    "quantized_float32": "model.layers.0.mlp.down_proj: hqq.core.quantize.HQQLinear",
     "quantized_activations": "model.layers.0.mlp.down_proj: transformers.integrations.finegrained_fp8.FP8Linear",
     "quantized_fp8": "model.layers.0.mlp.down_proj: transformers.integrations.finegrained_fp8.Linear",
     "quantized_kernel": "model.layers.0.mlp.down_proj: gptqmodel.somewhere.MarlinLinear",

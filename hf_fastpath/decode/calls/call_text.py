@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...linears.packed_experts import PackedStacks
 from ...ops.kv_cache import KVCache
 from ...quantization import PackedWeight
 from .named_calls import Call, Norm, Register, parameters
@@ -40,7 +41,10 @@ def _text(value: Any, makers: dict[int, int]) -> str:
         return f"%{makers.get(value.index, '')}"
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, (Norm, KVCache)):
+    if isinstance(value, PackedWeight):
+        inside = (f"{name}={_text(each, makers)}" for name, each in zip(value.PARTS, value.parts))
+        return f"PackedWeight({', '.join(inside)})"
+    if isinstance(value, (Norm, KVCache, PackedStacks)):
         inside = (f"{name}={_text(each, makers)}" for name, each in vars(value).items())
         return f"{type(value).__name__}({', '.join(inside)})"
     if isinstance(value, (list, tuple)):
