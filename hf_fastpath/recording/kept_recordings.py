@@ -49,7 +49,7 @@ _logger = logging.getLogger("hf_fastpath")
 #: True while recordings are made in any case
 _are_made: ContextVar[bool] = ContextVar("recordings_are_made", default=False)
 #: whatever is wrong with a file or the folder, a step can be recorded
-ERRORS = (*(BuildError, NotData, Unnamed, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),)
+ERRORS = BuildError, NotData, Unnamed, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
 
 
 @contextmanager
@@ -71,7 +71,7 @@ class Saved:
         recordings: name of a recording -> what files of recordings hold.
         difference: what a small twin of the model showed, see :mod:`.proof`.
         is_taken: whether a recording of it was taken.
-        others: what differs now, or None.
+        others: what differs now; empty if nothing does, or nothing was looked up.
     """
 
     def __init__(self, path: Path, data: dict[str, Any]):

@@ -163,6 +163,7 @@ def another_type(model):
 EDITS = (scaled_attention, other_eps, other_module, tied, another_type)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_a_model_that_was_edited_is_another_one(edit, made):
     one, other = twice("glm4")
@@ -235,6 +236,7 @@ def other_tensors(path):
 SPOILED = (cut, link, of_others, nothing, other_ops, other_marks, other_registers, other_tensors)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
 def test_a_spoiled_file_is_none(spoil, folder, made):
     one, other = twice("glm4")
