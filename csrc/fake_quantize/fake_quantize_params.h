@@ -25,8 +25,8 @@ constexpr bool is_float8(InputQuants quants) {
          quants != InputQuants::kInt8Row;
 }
 
-constexpr int kFakeBlock = 128;            // neighbors that share a scale of kFp8Block and kFp8BlockNarrow
-constexpr float kLeastFakeScale = 1e-12f;  // of scales that divide
+constexpr int kFakeBlock = 128;              // neighbors that share a scale of kFp8Block and kFp8BlockNarrow
+constexpr float kLeastFakeScale = 1e-12f;    // of scales that divide
 constexpr float kLeastInt8Scale = 0x1p-23f;  // of scales of kInt8Row
 
 // What the largest magnitude is divided by for a scale.

@@ -10,7 +10,16 @@ namespace hf_fastpath {
 // and RECORDS have them in Python. weights/packed_values.h says what values these stand for.
 enum class PackedValues : int { kIntegers, kFloats, kTable };
 enum class PackedZeros : int { kNone, kFixed, kOfGroup };
-enum class PackedScales : int { kFloat16, kFloat32, kE8m0, kMinimums, kFloatZeros, kMiddles, kKMinimums, kKScales };
+enum class PackedScales : int {
+  kFloat16,
+  kFloat32,
+  kE8m0,
+  kMinimums,
+  kFloatZeros,
+  kMiddles,
+  kKMinimums,
+  kKScales
+};
 
 struct PackedTraits {
   const char* name;

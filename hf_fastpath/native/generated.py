@@ -59,7 +59,9 @@ namespace hf_fastpath {
 // and RECORDS have them in Python. weights/packed_values.h says what values these stand for.
 enum class PackedValues : int { %(values)s };
 enum class PackedZeros : int { %(zeros)s };
-enum class PackedScales : int { %(scales)s };
+enum class PackedScales : int {
+%(scales)s
+};
 
 struct PackedTraits {
   const char* name;
@@ -171,7 +173,7 @@ def files() -> dict[str, str]:
         "experts_cases": "\n".join(_case(format) for format in own if format.has_gpu_experts),
         "values": ", ".join(_camel(each.value) for each in QuantValues),
         "zeros": ", ".join(_camel(each.value) for each in ZeroPoints),
-        "scales": ", ".join(map(_camel, (*SCALE_BYTES, *RECORDS))),
+        "scales": ",\n".join(f"  {_camel(each)}" for each in (*SCALE_BYTES, *RECORDS)),
     }
     made = {"weights/formats.generated.h": f"{_MARK}\n{header}"}
     for place, text in _INSTANCES.items():
