@@ -34,6 +34,7 @@ from .noted_code import NotedCode, digests_of_names
 from .recorded_step import Recording
 from .recording_as_data import to_data
 from .recording_from_data import from_data
+from .skeleton import home
 
 #: most bytes of a file
 _MOST_BYTES = 1 << 26
@@ -186,9 +187,8 @@ def facts_of(model: nn.Module) -> dict[str, str]:
     walk.enter(model)
     walk.classes()
     walk.functions_of(walk.configs())
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
     held = {_VALUES: walk.digest(), "the default dtype": str(torch.get_default_dtype())}
-    return surroundings(device) | code | held
+    return surroundings(home(model)) | code | held
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> str:

@@ -26,7 +26,8 @@ from . import formulas_as_data, marks
 from .errors import NotData
 from .numbers_of_lengths import FloatOfLength, IntOfLength, sizes_of
 from .passes.angle_formulas import AngleFormula
-from .recorded_step import BiasTable, EncodedLayer, MadeOfModel, Recording
+from .recorded_step import BiasTable, EncodedLayer, MadeOfModel, Recording, memory_of
+from .skeleton import home
 from .text_lengths import Served
 from .token_rows import ROWS
 
@@ -70,10 +71,12 @@ class _Writer:
         self._bases: dict[int, torch.Tensor] = {}  # storage -> the first named tensor with it
         for index in self._names:
             if index in named and not named[index].is_meta:
-                self._bases.setdefault(_memory(named[index]), named[index])
-        self._stand_ins = {_memory(matrix): place for place, (matrix, _) in enumerate(recording.stand_ins)}
+                self._bases.setdefault(memory_of(named[index]), named[index])
+        self._stand_ins = {memory_of(matrix): place for place, (matrix, _) in enumerate(recording.stand_ins)}
         self._made_of_model = {
-            _memory(each.tensor): place for place, each in enumerate(recording.values) if isinstance(each, MadeOfModel)
+            memory_of(each.tensor): place
+            for place, each in enumerate(recording.values)
+            if isinstance(each, MadeOfModel)
         }
         self._registers: dict[int, int] = {}  # as it is numbered now -> its number in the data
         self._facts: list[Any] = []  # of registers, as places of kinds
@@ -198,7 +201,7 @@ class _Writer:
             return {"tensor": name}
         if isinstance(tensor, FakeTensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
             raise NotData(f"a tensor of {type(tensor).__name__}")
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         if tensor.is_meta:
             if memory not in self._stand_ins:
                 raise NotData("a tensor without data")
@@ -215,14 +218,6 @@ class _Writer:
             raise NotData(f"a tensor of {tensor.nbytes} bytes of its own")
         numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return {"numbers": [self._kind(tensor), numbers.hex()]}
-
-
-def home(model: nn.Module) -> torch.device:
-    return next((each.device for each in model.parameters()), torch.device("cpu"))
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _view(tensor: torch.Tensor) -> tuple[list[int], list[int], int]:

@@ -20,7 +20,8 @@ from . import formulas_as_data, marks
 from .errors import NotData
 from .numbers_of_lengths import FloatOfLength, IntOfLength
 from .recorded_step import MadeOfModel, Recording
-from .recording_as_data import MADE, OF_TORCH, OPS, home
+from .recording_as_data import MADE, OF_TORCH, OPS
+from .skeleton import home
 from .text_lengths import Served
 from .token_rows import ROWS
 

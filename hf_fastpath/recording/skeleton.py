@@ -62,7 +62,7 @@ class Skeleton:
         self.model, self.code = model, NotedCode() if code is None else code
         self.env = new_env()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.env)
-        self.device = _home(model)  # where all tensors of the copy claim to be
+        self.device = home(model)  # where all tensors of the copy claim to be
         self.real: dict[int, torch.Tensor] = {}  # id of a tensor without data -> the model's own
         #: name of a quantized layer -> a matrix without data that stands for its weight
         self.quantized = quantized or {
@@ -200,7 +200,7 @@ def _with_own_memory(tensors: list[torch.Tensor]) -> set[int]:
     return {name for name, each in plain.items() if memories[each.untyped_storage()._cdata] == 1}
 
 
-def _home(model: nn.Module) -> torch.device:
+def home(model: nn.Module) -> torch.device:
     """Return the device of a model's parameters; of several, that of the embeddings."""
     found = {each.device for each in model.parameters()}
     if len(found) <= 1:

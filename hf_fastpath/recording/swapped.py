@@ -11,7 +11,7 @@ import torch
 from .. import compat
 from ..decode.calls.named_calls import Call
 from ..decode.model.weight import AdaptedWeight, Adapter
-from .recorded_step import BiasTable, MadeOfModel, Recording
+from .recorded_step import BiasTable, MadeOfModel, Recording, memory_of
 
 
 def adopt(self: Any, kept: Any, differs: Sequence[str]) -> bool:
@@ -74,7 +74,7 @@ class Swap:
             factors = set(zip(old.scales, new.scales))
             for one, other in zip(old.tensors, new.tensors):
                 self._instead[id(one)] = other
-                if self._of_memory.setdefault(_memory(one), (one, other))[0] is not one:
+                if self._of_memory.setdefault(memory_of(one), (one, other))[0] is not one:
                     raise ValueError("adapters whose tensors share memory")
                 if len(factors) == 1 and None not in (factor := next(iter(factors))):
                     self._scales[id(other)] = factor  # type: ignore[assignment]
@@ -95,7 +95,7 @@ class Swap:
             return replace(value, calls=calls)
         made = torch.empty_like(value.tensor)
         self._instead[id(value.tensor)] = made
-        self._of_memory[_memory(value.tensor)] = value.tensor, made
+        self._of_memory[memory_of(value.tensor)] = value.tensor, made
         return replace(value, calls=calls, tensor=made)
 
     def _calls(self, calls: Sequence[Call]) -> list[Call]:
@@ -117,7 +117,7 @@ class Swap:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if (other := self._instead.get(id(tensor))) is not None:
             return other
-        pair = None if tensor.is_meta else self._of_memory.get(_memory(tensor))
+        pair = None if tensor.is_meta else self._of_memory.get(memory_of(tensor))
         if pair is None:
             return tensor
         one, other = pair  # of which this is a view
@@ -125,7 +125,7 @@ class Swap:
         return other.detach().as_strided(tensor.shape, tensor.stride(), offset)
 
     def _is_of_adapters(self, tensor: torch.Tensor) -> bool:
-        return not tensor.is_meta and _memory(tensor) in self._of_memory
+        return not tensor.is_meta and memory_of(tensor) in self._of_memory
 
     def _weight(self, weight: Any) -> Any:
         if not isinstance(weight, AdaptedWeight):
@@ -140,10 +140,6 @@ class Swap:
         if before != adapter.scale:
             raise OtherScale
         return Adapter(down, up, now)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _may_hold_tensors(value: Any) -> bool:
