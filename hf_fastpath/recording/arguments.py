@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..decode.calls.named_calls import Call
-from .recorded_step import OwnPadding, Recording, Unrecordable, read_by, registers_in
+from .recorded_step import OwnPadding, Recording, Unrecordable, memory_of, read_by, registers_in
 from .skeleton import Skeleton
 from .step import record
 
@@ -88,4 +88,6 @@ def _known(call: Call) -> tuple:
 def _identity(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_identity(each) for each in value]
-    return id(value) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):  # views of a weight are made anew in each recording
+        return memory_of(value), value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+    return value

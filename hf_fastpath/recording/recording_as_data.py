@@ -21,7 +21,7 @@ from .. import choices
 from ..decode.calls.named_calls import Call, HeadNorms, Norm, Register
 from ..decode.model.weight import AdaptedWeight, Adapter, PlainWeight
 from ..decode.state.named_walk import names_of_tensors
-from ..quantization import Format, PackedWeight
+from ..quantization.formats import Format, InputRounding, PackedWeight, ReorderedWeight, RoundedInputWeight
 from . import formulas_as_data, marks
 from .errors import NotData
 from .numbers_of_lengths import FloatOfLength, IntOfLength, sizes_of
@@ -41,7 +41,7 @@ MADE = {
     each.__name__: each
     for each in (
         *(Norm, HeadNorms, AngleFormula, EncodedLayer, PlainWeight, Adapter, AdaptedWeight, PackedWeight),
-        *(BiasTable, MadeOfModel, Call),
+        *(BiasTable, MadeOfModel, Call, ReorderedWeight, RoundedInputWeight, InputRounding),
     )
 }
 #: attributes of a recording that passes alone read
@@ -209,9 +209,11 @@ class _Writer:
         if memory in self._made_of_model:
             return {"memory": [self._made_of_model[memory], *_view(tensor)]}
         base = self._bases.get(memory)
-        if base is not None and base.dtype == tensor.dtype:
+        if base is not None and base.itemsize == tensor.itemsize:  # scales are bits of integers, for one
             size, stride, offset = _view(tensor)
-            return {"view": [self._names[id(base)], size, stride, offset - base.storage_offset()]}
+            return {
+                "view": [self._names[id(base)], str(tensor.dtype)[6:], size, stride, offset - base.storage_offset()]
+            }
         if memory in self._recording.live:  # an edit in place is to be seen
             raise NotData("a tensor of the model's that is neither a parameter nor a buffer")
         if base is not None or tensor.nbytes > _MOST_BYTES:

@@ -136,8 +136,8 @@ class _Reader:
         return base.detach().as_strided(size, stride, offset)
 
     def _view(self, data: Any) -> torch.Tensor:
-        name, size, stride, offset = data
-        base = self._tensors[name]
+        name, dtype, size, stride, offset = data
+        base = self._tensors[name].detach().view(_of_torch(dtype))
         return self._view_of(base, size, stride, base.storage_offset() + offset)
 
     def _memory(self, data: Any) -> torch.Tensor:

@@ -239,7 +239,8 @@ def test_the_decoder_is_quantized(models):
     decoder, head = stock.get_decoder(), stock.get_output_embeddings()
     names = {id(module): name for name, module in stock.named_modules()}
     inside = {names[id(module)] for module in decoder.modules() if type(module) is nn.Linear}
-    assert packed_in(ours).keys() == inside | {names[id(head)]}
+    packed = {name for name in packed_in(ours) if ".experts." not in name}  # a mixture's are quantized, too
+    assert packed == inside | {names[id(head)]}
     same = with_dequantized(stock, ours)
     for media in ((1,), (0, 0)):
         inputs = of(stock, *media)

@@ -46,15 +46,20 @@ def test_float8_stay_as_they_are_and_others_round_to_the_nearest(quants, device,
         assert torch.equal(SPEC(x, quants), x.float().to(FLOAT8).to(dtype))
 
 
+def over(x: torch.Tensor, number: float) -> torch.Tensor:
+    """Divide: by a number that is no tensor, PyTorch multiplies by its reciprocal on a GPU."""
+    return x / torch.tensor(number, dtype=x.dtype, device=x.device)
+
+
 @over_dtypes
 @pytest.mark.parametrize("shape", ((1, 1, 512), (3, 7, 130)))
 def test_scales_and_quants_are_those_of_the_packages(shape, device, dtype):
     """Each formula once more, as its package writes it."""
     x = (torch.randn(*shape, device=device) * 3).to(dtype)
-    row = x.float().abs().amax(-1, keepdim=True) / 448.0
+    row = over(x.float().abs().amax(-1, keepdim=True), 448.0)
     expected = (x.float() / row.clamp(min=1e-12)).to(FLOAT8).float() * row
     assert torch.equal(SPEC(x, InputQuants.FP8_ROW), expected.to(dtype))
-    scale = x.abs().amax(-1, keepdim=True) / torch.tensor(448.0, dtype=dtype, device=device)
+    scale = over(x.abs().amax(-1, keepdim=True), 448.0)
     expected = (x / scale).clamp(-448, 448).to(FLOAT8).to(dtype) * scale
     assert torch.equal(SPEC(x, InputQuants.FP8_ROW_NARROW), expected)
     for start in range(0, shape[-1], 128):  # each block is a row of its own
@@ -62,7 +67,7 @@ def test_scales_and_quants_are_those_of_the_packages(shape, device, dtype):
         of_block = SPEC(block.contiguous(), InputQuants.FP8_ROW_NARROW)
         assert torch.equal(SPEC(x, InputQuants.FP8_BLOCK_NARROW)[..., start : start + 128], of_block)
         assert torch.equal(SPEC(x, InputQuants.FP8_BLOCK)[..., start : start + 128], SPEC(block, InputQuants.FP8_ROW))
-    scale = x.abs().amax(-1, keepdim=True) / torch.tensor(127.5, dtype=dtype, device=device)
+    scale = over(x.abs().amax(-1, keepdim=True), 127.5)
     expected = (x / scale).clamp(-128, 127).round() * scale
     assert torch.equal(SPEC(x, InputQuants.INT8_ROW_NARROW), expected)
     scale = scale.clamp(min=2.0**-23).float()
@@ -70,7 +75,7 @@ def test_scales_and_quants_are_those_of_the_packages(shape, device, dtype):
     assert torch.equal(SPEC(x, InputQuants.INT8_ROW), expected.to(dtype))
     of_half = x.half().float()
     most = of_half.abs().amax(-1, keepdim=True)
-    expected = (of_half * (127.0 / most)).round() * (most / 127)
+    expected = (of_half * (127.0 / most)).round() * over(most, 127.0)
     assert torch.equal(SPEC(x, InputQuants.INT8_OUTLIERS), expected.to(dtype))
     for quants in InputQuants:
         assert same_bits(SPEC(x, quants), SPEC.reference(x, quants))
@@ -87,7 +92,7 @@ def test_columns_with_an_outlier_stay_as_they_are(rows, device, dtype):
     within = x.half().float()
     within[within.abs() >= 6] = 0
     most = within.abs().amax(-1, keepdim=True)
-    expected = (within * (127.0 / most)).round() * (most / 127)
+    expected = (within * (127.0 / most)).round() * over(most, 127.0)
     assert torch.equal(found[:, others], expected.to(dtype)[:, others])
     rounded = SPEC(x, InputQuants.INT8_OUTLIERS)  # no limit: the outlier sets the scale
     assert not torch.equal(rounded[0, others], found[0, others])

@@ -20,6 +20,7 @@ from models import (
     over_architectures,
     prompt,
     require_native,
+    skip_if_cache_is_named_otherwise,
 )
 from parity import assert_equal_generation, assert_same_tokens
 from torch import nn
@@ -366,6 +367,7 @@ def test_trainers_autocast_of_a_half_precision_model_is_stocks(dtype, device):
 def test_trainers_forward_of_a_recorded_model(dtype, model_type, device):
     """A forward that encloses the model does not run on the copy that is recorded: it would call the model itself."""
     require_native(device)
+    skip_if_cache_is_named_otherwise(model_type)
     stock = small_model(model_type).to(device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     put_loss(ours)

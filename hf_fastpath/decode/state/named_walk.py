@@ -12,6 +12,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ _DESCRIPTORS = (
     *(types.MethodDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType),
     *(types.ClassMethodDescriptorType, types.MemberDescriptorType),
 )
+#: the package whose frozen dataclasses are known by what they hold
+_OWN = "hf_fastpath."
 #: id of code -> the code and its hash
 _digests: dict[int, tuple[types.CodeType, str]] = {}
 
@@ -102,7 +105,9 @@ class NamedWalk(Walk):
             return type(value), self.frozen(value.func)
         if isinstance(value, types.FunctionType):
             return self._code(value.__code__)
-        if type(value).__basicsize__ == object.__basicsize__:  # it holds nothing
+        if type(value).__module__.startswith(_OWN) and is_dataclass(value) and value.__dataclass_params__.frozen:
+            return type(value), [(each.name, self.frozen(getattr(value, each.name))) for each in fields(value)]
+        if _holds_nothing(type(value)):
             return type(value)
         self.unnamed = self.unnamed or f"a value of {type(value).__module__}.{type(value).__qualname__}"
         return "unnamed"
@@ -146,13 +151,22 @@ class NamedWalk(Walk):
         return "unnamed"
 
 
+def _holds_nothing(cls: type) -> bool:
+    """Whether objects of a class have neither attributes nor slots; from Python 3.12 on, attributes add nothing to an
+    object's size."""
+    return cls.__basicsize__ == object.__basicsize__ and not cls.__dictoffset__ and not cls.__itemsize__
+
+
 def _hash(value: Any) -> str:
     return hashlib.sha256(repr(value).encode(errors="surrogatepass")).hexdigest()
 
 
 def _entry(value: Any) -> Any:
     """Return what is known of an entry of a class: code, numbers and texts, and of others the type."""
-    functions = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+    is_around = isinstance(
+        value, (classmethod, staticmethod, types.MethodType)
+    )  # attributes of others may import things
+    functions = (value.fget, value.fset) if isinstance(value, property) else (value.__func__ if is_around else value,)
     if codes := [each.__code__ for each in functions if isinstance(each, types.FunctionType)]:
         return type(value), list(map(digest_of_code, codes))
     if isinstance(value, (*ROWS, dict)):

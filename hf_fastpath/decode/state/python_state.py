@@ -192,7 +192,7 @@ class Walk:
         self.values[f"{path} itself"] = type(module), tensors, children, hooks
         names = [name for name in space if not is_left_out(name)]
         for name in names:
-            if name not in compat.FORWARD_NOTES and not compat.is_ours(getattr(space[name], "__func__", None)):
+            if name not in compat.FORWARD_NOTES and not _is_our_method(space[name]):
                 self.values[f"{path}.{name}"] = self.frozen(space[name], f"{path}.{name}")
         self._get(space, [name for name in names if name not in compat.FORWARD_NOTES], module)
         for name, child in space["_modules"].items():
@@ -355,6 +355,10 @@ class Walk:
             self.readers.append(read)
             found += [(name, self.frozen(each, where)) for name, each in zip(slots, read())]
         return found
+
+
+def _is_our_method(value: Any) -> bool:
+    return isinstance(value, types.MethodType) and compat.is_ours(value.__func__)
 
 
 @functools.cache
