@@ -142,8 +142,15 @@ class Linear8bitLt(nn.Linear):
         found[f"{prefix}SCB"] = self.state.SCB if self.weight.SCB is None else self.weight.SCB
         return found
 
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.weight.SCB is not None:
+            self.weight.CB, self.weight.SCB = self.weight.data, fn(self.weight.SCB)
+        return self
+
     def __deepcopy__(self, memo):
-        made = Linear8bitLt(torch.zeros(self.out_features, self.in_features), self.state.threshold, self.bias)
+        like = torch.zeros(self.out_features, self.in_features, device=self.weight.device)
+        made = Linear8bitLt(like, self.state.threshold, self.bias)
         made.weight.data.copy_(self.weight.data)
         made.weight.CB, made.weight.SCB = made.weight.data, self.weight.SCB.clone()
         return made

@@ -14,9 +14,9 @@ __device__ __forceinline__ float2 floats_of(uint32_t halves) {
   return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
 
-// Byte i of a word.
-__device__ __forceinline__ float byte_of(uint32_t word, int i) {
-  return static_cast<float>(word >> 8 * i & 255u);
+// Byte i of a word, in the last bits of 2^23.
+__device__ __forceinline__ float byte_above(uint32_t word, int i) {
+  return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i));
 }
 
 // A block's record.
@@ -30,8 +30,13 @@ struct Record {
   __device__ __forceinline__ void load(const PackedMatrix& matrix, int64_t row, int block) {
     const auto* from =
         reinterpret_cast<const uint32_t*>(matrix.scales) + (row * matrix.blocks + block) * kWords;
+    if constexpr (kWords == 4) {
+      const uint4 all = __ldg(reinterpret_cast<const uint4*>(from));
+      word[0] = all.x, word[1] = all.y, word[2] = all.z, word[3] = all.w;
+    } else {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) word[i] = __ldg(from + i);
+      for (int i = 0; i < kWords; ++i) word[i] = __ldg(from + i);
+    }
   }
   // Returns the scale and the minimum of sub-block s, or of the half of it that the lane has a word of.
   __device__ __forceinline__ float2 factors(int s, bool second_half) const {
@@ -41,12 +46,14 @@ struct Record {
       if constexpr (kScales == PackedScales::kMiddles) pair.y -= 8.f * pair.x;
       return pair;
     }
+    constexpr float kUnits = 8388608.f;
     const float2 of_block = floats_of(word[0]);
-    if constexpr (kScales == PackedScales::kKMinimums) {
-      return make_float2(of_block.x * byte_of(word[1], s), -of_block.y * byte_of(word[2], s));
+    if constexpr (kScales == PackedScales::kKMinimums) {  // products and sums are exact
+      return make_float2(fmaf(of_block.x, byte_above(word[1], s), -kUnits * of_block.x),
+                         fmaf(-of_block.y, byte_above(word[2], s), kUnits * of_block.y));
     } else {
-      const uint32_t of_half = second_half ? word[2] : word[1];
-      return make_float2(of_block.x * static_cast<float>(static_cast<int8_t>(of_half >> 8 * s & 255u)), 0.f);
+      const uint32_t of_half = (second_half ? word[2] : word[1]) ^ 0x80808080u;
+      return make_float2(of_block.x * (byte_above(of_half, s) - (kUnits + 128.f)), 0.f);
     }
   }
 };
@@ -95,6 +102,7 @@ __device__ __forceinline__ void add_record_products(const PackedMatrix& matrix, 
                                                     float (&sums)[kParts][kX]) {
   constexpr int kBits = Traits<kFormat>::kBits, kNeighbors = 32 / kBits;
   constexpr int kLanes = kBits;  // of a block, 16 bytes each: a word of each sub-block
+  constexpr bool kIsFloat = std::is_same_v<decltype(x_of(0)), const float*>;
   const int lane = threadIdx.x % kWarpSize, place = lane % kLanes;
   const auto* const quants = static_cast<const uint4*>(all_quants);
 #pragma unroll 1
@@ -130,11 +138,18 @@ __device__ __forceinline__ void add_record_products(const PackedMatrix& matrix, 
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           float dot = 0.f;
+          if constexpr (kIsFloat && Traits<kFormat>::kHasMinimums) {  // two large sums would cancel
 #pragma unroll
-          for (int i = 0; i < kNeighbors; ++i) dot = fmaf(quant[part][i], given[i], dot);
-          sums[part][m] = fmaf(factors[part].x, dot, sums[part][m]);
-          if constexpr (Traits<kFormat>::kHasMinimums)
-            sums[part][m] = fmaf(factors[part].y, of_x, sums[part][m]);
+            for (int i = 0; i < kNeighbors; ++i)
+              dot = fmaf(fmaf(factors[part].x, quant[part][i], factors[part].y), given[i], dot);
+            sums[part][m] += dot;
+          } else {
+#pragma unroll
+            for (int i = 0; i < kNeighbors; ++i) dot = fmaf(quant[part][i], given[i], dot);
+            sums[part][m] = fmaf(factors[part].x, dot, sums[part][m]);
+            if constexpr (Traits<kFormat>::kHasMinimums)
+              sums[part][m] = fmaf(factors[part].y, of_x, sums[part][m]);
+          }
         }
       }
     }
