@@ -99,7 +99,6 @@ REFERENCE_NAMES = {
     "packed_gemv": "dequantize, F.linear",
     "packed_gemv_swiglu": "dequantize, F.linear, gate",
     "packed_qkv_rope_append": "norm, dequantize, F.linear, rope",
-    "q4_0_gemv": "dequantize, F.linear",
     "qkv_rope_append": "norm, 3 F.linear, rope",
     "gemv_swiglu": "2 F.linear, gate",
     "joined_gemv": "norm, F.linear of each, cat",

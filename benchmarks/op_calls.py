@@ -108,19 +108,6 @@ def packed_qkv_call(name: str, format: str, k: int, heads: int, kv_heads: int, h
     return Call(name, arguments)
 
 
-def q4_0_call(name: str, layout: str, k: int, n: int) -> Call:
-    def sample(device: torch.device, dtype: torch.dtype) -> Sample:
-        quants = torch.randint(256, (n, k // 2), device=device, dtype=torch.uint8)
-        scales = torch.rand(n, k // 32, device=device).half() / 64
-        x = torch.randn(1, k, device=device, dtype=dtype)
-        if layout == "split":
-            return Sample(x, quants, scales)
-        blocks = torch.cat((scales[..., None].view(torch.uint8), quants.view(n, -1, 16)), dim=-1)
-        return Sample(x, blocks.view(n, -1))
-
-    return Call(f"{name}, {layout}", sample)
-
-
 def conv1d_call(name: str, k: int, n: int, **options) -> Call:
     weight = drawn(k, n, std=k**-0.5)
     return Call(name, sample_of(drawn(1, 1, k), weight, drawn(n), transposed=True, **options), ("fp16", "fp32"))

@@ -25,7 +25,6 @@ from op_calls import (
     packed_call,
     packed_experts_call,
     packed_qkv_call,
-    q4_0_call,
     qkv_call,
     quantizing_call,
     race_call,
@@ -115,9 +114,6 @@ SHAPES: dict[str, list[Call]] = {
         )
         for format in FORMATS
         for rows in (17, 64, 256, 1024, 4096)
-    ],
-    "q4_0_gemv": [
-        q4_0_call("tinyllama gate, up 2048->11264", layout, 2048, 11264) for layout in ("interleaved", "split")
     ],
     "qkv_rope_append": [
         qkv_call("mistral 4096->4096+2x1024", 4096, 32, 8, 128),

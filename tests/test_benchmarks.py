@@ -17,11 +17,12 @@ from gguf_models import TYPES, write_file
 from models import CPU, build, pair, prompt
 
 from hf_fastpath import ops
-from hf_fastpath.bench import engines, layouts, measure, published
+from hf_fastpath.bench import engines, formats, measure, published
 from hf_fastpath.cli import main as cli
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.loops import prompt as prompts
 from hf_fastpath.quantization import FORMATS
+from hf_fastpath.quantization.ggml_blocks import BLOCK_TYPES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -161,44 +162,47 @@ def test_every_way_to_append_is_timed(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("% of R") == 10
 
 
-# ---- layouts of quantized weights --------------------------------------------------------------------------
+# ---- formats of quantized weights --------------------------------------------------------------------------
 
 TINY_STUDY = "--layers 2 --hidden 64 --inner 96 --rounds 2 --device cpu"
 
 
-def test_layouts_are_measured_on_the_same_bytes(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(layouts, "measure_read_bandwidth", lambda device: 50e9)
-    path = tmp_path / "layouts.csv"
-    assert cli.main(["bench", "gemv", *f"{TINY_STUDY} --hidden 128 --inner 256 --csv {path}".split()]) == 0
+def test_formats_are_measured_on_the_bytes_that_files_have(tmp_path, capsys, monkeypatch):
+    """A type of blocks of GGUF files is measured as the format that holds it; Q4_0 has 18 bytes for 32 weights."""
+    monkeypatch.setattr(formats, "measure_read_bandwidth", lambda device: 50e9)
+    path, names = tmp_path / "formats.csv", {"q4_0": "int4_g32", "q8_0": "int8_g32", "int8": "int8"}
+    sizes = f"{TINY_STUDY} --hidden 128 --inner 256"
+    assert cli.main(["bench", "gemv", *f"{sizes} --format {' '.join(names)} --csv {path}".split()]) == 0
     rows = list(csv.DictReader(path.open()))
-    assert [row["layout"] for row in rows] == ["interleaved", "split", "packed"]
-    assert {row["weight_bytes"] for row in rows} == {str(2 * 3 * 128 * 256 * 18 // 32)}
+    assert {row["format"]: row["packed_format"] for row in rows} == names and len(rows) == 3
+    weights = 2 * 3 * 128 * 256
+    assert [int(row["weight_bytes"]) for row in rows] == [weights * 18 // 32, weights * 34 // 32, weights * 130 // 128]
     for row in rows:
         rate = int(row["weight_bytes"]) / (float(row["ms_per_token"]) * 1e-3) / 1e9
         assert float(row["gb_s"]) == pytest.approx(rate, abs=0.06, rel=0.01) and row["r_gb_s"] == "50.0"
         assert float(row["percent_of_r"]) == pytest.approx(2 * rate, abs=0.06, rel=0.01)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["format", "layout", "GB", "ms/token", "GB/s", "%", "of", "R", "R,", "GB/s"]
+    assert lines[1].split() == ["format", "packed", "as", "GB", "ms/token", "GB/s", "%", "of", "R", "R,", "GB/s"]
     for line, row in zip(lines[2:], rows, strict=True):
-        assert line.split()[:2] == ["q4_0", row["layout"]] and line.split()[-2:] == [row["percent_of_r"], "50.0"]
+        assert line.split()[:2] == [row["format"], row["packed_format"]]
+        assert line.split()[-2:] == [row["percent_of_r"], "50.0"]
 
 
-def test_layouts_of_other_formats(capsys, monkeypatch):
-    monkeypatch.setattr(layouts, "measure_read_bandwidth", lambda device: 50e9)
-    for name in FORMATS:
-        assert layouts.main(f"{TINY_STUDY} --format {name} --dtype fp32".split()) == 0
-    for wrong in ("--format int8 --layout split", "--hidden 40", "--layers 0", "--layout tiled", "--device cuda:77"):
+def test_every_format_is_measured(capsys, monkeypatch):
+    monkeypatch.setattr(formats, "measure_read_bandwidth", lambda device: 50e9)
+    assert formats.main(f"{TINY_STUDY} --dtype fp32 --format".split() + list(formats.CHOICES)) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list(formats.CHOICES)
+    assert {kind.name.lower() for kind in BLOCK_TYPES.values()} | set(FORMATS) == set(formats.CHOICES)
+    for wrong in ("--format q3", "--hidden 0", "--layers 0", "--device cuda:77"):
         with pytest.raises(SystemExit):
-            layouts.main(wrong.split())
-    assert "int8 has layout packed alone" in capsys.readouterr().err
+            formats.main(wrong.split())
+    assert "choose from" in capsys.readouterr().err
 
 
-def test_layout_calls_are_finite():
-    study = layouts.Study("q4_0", "interleaved", 1, 64, 96)
-    for layout, op in (("interleaved", ops.q4_0_gemv), ("split", ops.q4_0_gemv), ("packed", ops.packed_gemv)):
-        for rows, columns in dataclasses.replace(study, layout=layout).shapes():
-            made = layouts.weight(dataclasses.replace(study, layout=layout), rows, columns, CPU)
-            out = op(torch.ones(1, columns), *made)
+def test_weights_of_every_format_give_numbers():
+    for format in FORMATS.values():
+        for rows, columns in formats.Study(format.name, 1, 64, 96).shapes():
+            out = ops.packed_gemv(torch.ones(1, columns), *formats.weight(format, rows, columns, CPU))
             assert out.shape == (1, rows) and bool(out.isfinite().all()) and bool(out.any())
 
 

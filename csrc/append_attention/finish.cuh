@@ -211,7 +211,7 @@ __device__ __forceinline__ void merge_rows(int begin, int end, int count, int he
   }
 }
 
-// As many rows at once as there are for a warp, and fewer results of each.
+// Takes as many rows at once as there are for a warp, and fewer results of each.
 template <int kDims, int kWarps, class Source, class Store>
 __device__ __forceinline__ void merge_all(int begin, int end, int count, int head_dim, const Source& source,
                                           const Store& store) {

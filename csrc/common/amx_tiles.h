@@ -29,7 +29,7 @@ struct TileSizes {
 static_assert(sizeof(TileSizes) == 64);
 
 HF_INLINE void use_tiles(const TileSizes& sizes) { asm volatile("ldtilecfg %0" ::"m"(sizes) : "memory"); }
-// Behind the last product: a thread without live tiles is cheaper to switch.
+// Is called behind the last product: a thread without live tiles is cheaper to switch.
 HF_INLINE void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
 
 template <int kTile>

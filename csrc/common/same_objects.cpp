@@ -31,7 +31,7 @@ bool has_items(const Python& python, Object* dict, int64_t size, Object* const* 
   return true;
 }
 
-// As has_items(), of some keys; a null pointer ends them.
+// The same as has_items() of some keys; a null pointer ends them.
 bool has_chosen_items(const Python& python, Object* dict, Object* const* before) {
   for (; before[0]; before += 2)
     if (python.item_of_dict(dict, before[0]) != before[1]) return false;

@@ -159,7 +159,7 @@ HF_INLINE void score_rows(const BlockRows<Kv>& k, int64_t count, const float* q,
   }
 }
 
-// All queries; the first ones prefetch.
+// Takes all queries; the first ones prefetch.
 template <class Vector, class Kv>
 void score_block(const BlockRows<Kv>& k, int64_t count, const float* q, int64_t queries, int64_t head_dim,
                  float* scores, const BlockRows<Kv>& ahead) {
@@ -379,7 +379,7 @@ HF_INLINE void value_rows(const BlockRows<Kv>& v, int64_t count, const float* we
   }
 }
 
-// All queries; the first ones prefetch.
+// Takes all queries; the first ones prefetch.
 template <class Vector, class Kv>
 void value_block(const BlockRows<Kv>& v, int64_t count, const float* weights, int64_t queries,
                  int64_t head_dim, float* accumulators, const BlockRows<Kv>& ahead) {
@@ -439,7 +439,7 @@ void run_range(const AttentionChunk& chunk, int64_t begin, int64_t end, bool str
   const uint16_t* k_scales = kIsQuantized<Kv> ? chunk.k_scales + slot : nullptr;
   const uint16_t* v_scales = kIsQuantized<Kv> ? chunk.v_scales + slot : nullptr;
   const int64_t length = streams ? (end - begin) / kStreams : 0;  // of a stream
-  // Behind a block: the next one's rows, or those of the next page or chunk, or at worst a few of no use.
+  // Behind a block come the next one's rows, or those of the next page or chunk, or at worst a few of no use.
   const auto* next_page = chunk.pages != nullptr && end < chunk.end
                               ? static_cast<const Storage*>(chunk.k) + row_of(chunk, end) * dim
                               : nullptr;

@@ -19,7 +19,8 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// In double precision: one chain of float32 over a chunk's positions rounds more than PyTorch's blocks do.
+// Sums are in double precision: one chain of float32 over a chunk's positions rounds more than PyTorch's
+// blocks do.
 template <class T>
 void run_chunk(const AttentionChunk& chunk) {
   const int64_t dim = chunk.head_dim, queries = chunk.query_len * chunk.group;

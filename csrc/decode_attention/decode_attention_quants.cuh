@@ -131,7 +131,7 @@ struct QuantQueries<T, Float8, kDims, kHalves> {
     float factor = 1.f;
     unit[h] = 1.f / kFloat8Unit;
     if constexpr (!std::is_same_v<T, __half>) {
-      // From 2^-100 to 2^100, so that both have an inverse.
+      // The power is from 2^-100 to 2^100, so that both have an inverse.
       const uint32_t exponent = min(max(row_largest<T>(raw) >> 23, 27u), 227u);
       unit[h] *= __uint_as_float(exponent << 23), factor = __uint_as_float((254u - exponent) << 23);
     }

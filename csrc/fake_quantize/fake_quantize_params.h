@@ -5,7 +5,7 @@
 
 namespace hf_fastpath {
 
-// By number in the op's schema: hf_fastpath/choices.py has the names.
+// The numbers are those of the op's schema: hf_fastpath/choices.py has the names.
 enum class InputQuants : int {
   kFp8Block = 0,
   kFp8Row = 1,

@@ -267,7 +267,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) down_kernel(FusedExperts
 
   const int chunks = p.width / kElems;
   const T* hidden = static_cast<const T*>(p.hidden) + int64_t(first_row) * p.top_k * p.width;
-  // Where loads are, and where their use is: an expert of the list and a chunk of its row, without the lane.
+  // `next` is where loads are, `at` where their use is: an expert of the list and a chunk of its row, without
+  // the lane.
   int next = 0, next_base = 0, at = 0, base = 0;
   typename C::Raw raw[kLoads], hidden_raw[kLoads];
   const auto load_hidden = [&](int u, int expert, int from) {

@@ -97,7 +97,8 @@ __device__ __forceinline__ void sum_columns(const ExpertStack& stack, const Expe
     const int rows = u == kUnroll - 1 ? kStep - kUnroll + 1 : 1;
     next += rows * stack.row_stride, next_row += rows;
   };
-  // As far ahead as the weights: L1 answers in order. in_features are a multiple of kUnroll here.
+  // x is asked for as far ahead as the weights: L1 answers in order. in_features are a multiple of kUnroll
+  // here.
   const auto load_x = [&](int row) {
     if constexpr (kPiecesOfX) {
 #pragma unroll

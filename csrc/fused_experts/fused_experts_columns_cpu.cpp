@@ -41,7 +41,7 @@ void multiply(const ExpertsCall& call, const float* x, int64_t x_stride, const T
   const int64_t groups = static_cast<int64_t>(call.pairs.groups.size());
   const int64_t threads =
       part_count(groups * in_features * features * element_size(call.dtype), kBytesPerPart);
-  // As many strips of outputs as threads: one is a thread's share of an expert.
+  // There are as many strips of outputs as threads: one is a thread's share of an expert.
   const int64_t strips = std::min(threads, std::max<int64_t>(1, features / kMinOutputs));
   const int64_t units = groups * to.splits * strips, parts = std::min(threads, units);
   for_each_part(parts, [&](int64_t part) {

@@ -106,8 +106,8 @@ void fill_panel(const typename Element::Storage* w, int64_t stride, int64_t coun
   }
 }
 
-// All panels of a Conv1D weight's block at once, w[k][r] with `columns` outputs: its rows are read from end
-// to end.
+// Takes all panels of a Conv1D weight's block at once, w[k][r] with `columns` outputs: its rows are read from
+// end to end.
 template <class Element, int kN>
 void fill_panels(const typename Element::Storage* w, int64_t stride, int64_t columns, int64_t length,
                  int64_t depth, float* block) {

@@ -263,7 +263,7 @@ void finish(const FinishArgs& args) {
                  [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-// In the tensors' own type: the product is rounded, too.
+// PyTorch's product in the tensors' own type: the product is rounded, too.
 void run_torch(const GemmArgs& args, const RowView& x) {
   const int64_t n = args.out_features, k = args.in_features, stride = args.weight_stride;
   multiply(matrix(args.out, args.dtype, x.rows, n, n, 1), matrix(x.data, args.dtype, x.rows, k, x.stride, 1),
@@ -299,7 +299,7 @@ void run_torch_packed(const GemmArgs& args, const RowView& x) {
   }
 }
 
-// In float32, over pieces of x and of the weight that are widened.
+// PyTorch's product in float32, over pieces of x and of the weight that are widened.
 void run_widened(const GemmArgs& args, const RowView& x) {
   const auto widen = [&](const void* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
     for_each_range(rows, rows * columns * kFloat, [&](int64_t begin, int64_t end) {

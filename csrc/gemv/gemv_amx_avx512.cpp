@@ -142,7 +142,7 @@ HF_INLINE bool multiply(const LinearArgs& args, const Rows& rows, float* accumul
   return !kSplit || _mm512_cmpeq_epi16_mask(_mm512_and_si512(odd, exponents), exponents) == 0;
 }
 
-// By linear_avx512, as many rows at a time as that takes.
+// Runs linear_avx512 over as many rows at a time as that takes.
 void without_tiles(const LinearArgs& args, int64_t begin, int64_t end) {
   const int64_t row_bytes = args.out_features * 2;
   for (int64_t row = 0; row < args.rows; row += kMaxRows) {

@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
     const int r = from + u * kRowsAtOnce;
     raw[u] = has_column && r < range.end ? C::load_streaming(weight + r * stride) : C::zero();
   };
-  // As far ahead as the weights: L1 answers in order, so a load issued late waits for all weights before it.
+  // x is asked for as far ahead as the weights: L1 answers in order, so a load issued late waits for all
+  // weights before it.
   const auto load_x = [&](int u, int from) {
     const int r = from + u * kRowsAtOnce;
     if (kX > 1) return;

@@ -122,7 +122,7 @@ void share_outputs(int64_t outputs, int64_t output_bytes, const Body& body) {
   share_out(outputs, parts, kOutputGranule, least_piece(output_bytes), body);
 }
 
-// All outputs of a projection in the Linear layout.
+// Computes all outputs of a projection in the Linear layout.
 inline void run_linear(const LinearArgs& args, Linear* kernel) {
   const int64_t matrices = args.up_weight != nullptr ? 2 : 1;
   share_outputs(args.out_features, matrices * args.in_features * element_size(args.dtype),

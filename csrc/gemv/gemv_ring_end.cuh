@@ -78,8 +78,8 @@ struct RingUnit<T, RingEnd::kAppend, kNeighbors> {
       const GemvSegment s = segment_of(p, feature);
       if (s.bias) bias[half] = One::load_shared_line(static_cast<const T*>(s.bias) + (feature - s.first));
     }
-    // As cache_place(), but only what this pair needs: fewer registers, and no choice that waits for both
-    // addresses.
+    // This is cache_place(), but only what this pair needs: fewer registers, and no choice that waits for
+    // both addresses.
     const bool is_value = pair.head >= rope.num_heads + rope.num_kv_heads;
     if (rope.kv_table) {
       const int64_t* entry = rope.kv_table + 3 * rope.layer;

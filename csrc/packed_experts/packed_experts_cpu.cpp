@@ -93,16 +93,12 @@ Tensor packed_experts_cpu(const Tensor& raw, const Tensor& expert_ids, const Ten
                           bool alternating, double alpha, double limit, int64_t norm,
                           const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
                           double norm_eps, bool /*programmatic_launch*/) {
-  const PackedExpertsShape shape =
-      packed_experts_shape(raw, expert_ids, expert_weights, gate_up_quants, down_quants);
+  const PackedExpertsShape shape = packed_experts_shape(raw, expert_ids, expert_weights, gate_up_quants,
+                                                        down_quants, gate_up_bias, down_bias, residual);
   const PackedGate gate = packed_gate(activation, alternating, alpha, limit);
   const int64_t rows = shape.rows, top_k = shape.top_k, hidden_size = shape.hidden_size, width = shape.width,
                 num_experts = shape.num_experts;
   const DType dtype = dtype_of(raw, kOp);
-  check_packed_bias(gate_up_bias, raw, num_experts, 2 * width, "gate_up_bias");
-  check_packed_bias(down_bias, raw, num_experts, hidden_size, "down_bias");
-  STD_TORCH_CHECK(!residual || (dtype_of(*residual, kOp) == dtype && sizes_of(*residual) == sizes_of(raw)),
-                  "hf_fastpath::packed_experts: residual differs from x in dtype or shape");
   const PackedTensors first(gate_up_quants, gate_up_scales, gate_up_zeros);
   const PackedTensors second(down_quants, down_scales, down_zeros);
   const PackedWeight gate_up = first.weight(hidden_size, gate_up_multiplier, gate_up_format, kOp);

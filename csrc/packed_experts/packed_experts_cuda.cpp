@@ -53,18 +53,14 @@ Tensor packed_experts_cuda(const Tensor& x, const Tensor& expert_ids, const Tens
                            const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
                            double norm_eps, bool programmatic_launch) {
   const DeviceGuard guard(x);
-  const PackedExpertsShape shape =
-      packed_experts_shape(x, expert_ids, expert_weights, gate_up_quants, down_quants);
+  const PackedExpertsShape shape = packed_experts_shape(x, expert_ids, expert_weights, gate_up_quants,
+                                                        down_quants, gate_up_bias, down_bias, residual);
   const PackedGate gate = packed_gate(activation, alternating, alpha, limit);
   const DType dtype = dtype_of(x, kOp);
   STD_TORCH_CHECK(shape.rows <= 16, "hf_fastpath::packed_experts: x has ", shape.rows,
                   " rows, expected at most 16");
   STD_TORCH_CHECK(shape.hidden_size < INT_MAX / 2 && shape.width < INT_MAX / 2,
                   "hf_fastpath::packed_experts: more than 2^31 features");
-  check_packed_bias(gate_up_bias, x, shape.num_experts, 2 * shape.width, "gate_up_bias");
-  check_packed_bias(down_bias, x, shape.num_experts, shape.hidden_size, "down_bias");
-  STD_TORCH_CHECK(!residual || (dtype_of(*residual, kOp) == dtype && sizes_of(*residual) == sizes_of(x)),
-                  "hf_fastpath::packed_experts: residual differs from x in dtype or shape");
   const PackedStack first(gate_up_quants, gate_up_scales, gate_up_zeros);
   const PackedStack second(down_quants, down_scales, down_zeros);
   const Tensor ids = hf_fastpath::contiguous(expert_ids), weights = hf_fastpath::contiguous(expert_weights);

@@ -27,13 +27,26 @@ inline PackedGate packed_gate(int64_t number, bool alternating, double alpha, do
   return gate;
 }
 
+// Refuses a bias that is not [num_experts, features].
+inline void check_packed_bias(const std::optional<Tensor>& bias, const Tensor& x, int64_t num_experts,
+                              int64_t features, const char* name) {
+  STD_TORCH_CHECK(!bias || (dtype_of(*bias, "packed_experts") == dtype_of(x, "packed_experts") &&
+                            bias->dim() == 2 && bias->size(0) == num_experts && bias->size(1) == features),
+                  "hf_fastpath::packed_experts: ", name, " has to be [", num_experts, ", ", features,
+                  "] in x's dtype");
+}
+
 // Sizes of a call. The matrices of all experts are one, whose rows follow each other.
 struct PackedExpertsShape {
   int64_t rows, top_k, hidden_size, width, num_experts;
 };
 
+// Refuses tensors that do not fit together; check_packed() looks at the matrices' own.
 inline PackedExpertsShape packed_experts_shape(const Tensor& x, const Tensor& ids, const Tensor& weights,
-                                               const Tensor& gate_up_quants, const Tensor& down_quants) {
+                                               const Tensor& gate_up_quants, const Tensor& down_quants,
+                                               const std::optional<Tensor>& gate_up_bias,
+                                               const std::optional<Tensor>& down_bias,
+                                               const std::optional<Tensor>& residual) {
   constexpr const char* kOp = "hf_fastpath::packed_experts: ";
   STD_TORCH_CHECK(x.dim() >= 1 && x.numel() > 0, kOp, "x is empty");
   STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Long && ids.dim() == 2, kOp,
@@ -52,16 +65,10 @@ inline PackedExpertsShape packed_experts_shape(const Tensor& x, const Tensor& id
   shape.width = gate_up_quants.size(0) / (2 * shape.num_experts);
   STD_TORCH_CHECK(shape.width > 0 && gate_up_quants.size(0) == 2 * shape.width * shape.num_experts, kOp,
                   "gate_up has to have an even number of rows for each of ", shape.num_experts, " experts");
+  check_packed_bias(gate_up_bias, x, shape.num_experts, 2 * shape.width, "gate_up_bias");
+  check_packed_bias(down_bias, x, shape.num_experts, shape.hidden_size, "down_bias");
+  check_residual(x, residual, "packed_experts");
   return shape;
-}
-
-// Refuses a bias that is not [num_experts, features], or a residual that is not like x.
-inline void check_packed_bias(const std::optional<Tensor>& bias, const Tensor& x, int64_t num_experts,
-                              int64_t features, const char* name) {
-  STD_TORCH_CHECK(!bias || (dtype_of(*bias, "packed_experts") == dtype_of(x, "packed_experts") &&
-                            bias->dim() == 2 && bias->size(0) == num_experts && bias->size(1) == features),
-                  "hf_fastpath::packed_experts: ", name, " has to be [", num_experts, ", ", features,
-                  "] in x's dtype");
 }
 
 }  // namespace hf_fastpath

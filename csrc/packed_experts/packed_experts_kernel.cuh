@@ -178,7 +178,7 @@ void launch_experts_variant(const PackedExpertsProduct& p, cudaStream_t stream) 
   const int blocks = p.matrix.blocks, tiles = (p.features + kTile - 1) / kTile;
   const int choices = std::min(p.choices.rows, kX) * p.choices.top_k, groups = (p.choices.rows + kX - 1) / kX;
   const int room = multiprocessor_count() * kExpertsBlocks;
-  // As many warps a tile as it takes to fill the GPU, each with two blocks or more.
+  // A tile gets as many warps as it takes to fill the GPU, each with two blocks or more.
   int splits = 1;
   while (splits < kExpertsWarps && blocks >= 4 * splits &&
          (tiles * splits + kExpertsWarps - 1) / kExpertsWarps * choices * groups < room)
@@ -191,7 +191,7 @@ void launch_experts_variant(const PackedExpertsProduct& p, cudaStream_t stream) 
   const int bytes = kColumns * column_units<kColumns>(phase_blocks) * 16;
   const auto kernel = packed_experts_kernel<T, kFormat, kColumns, kGated>;
   HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  // In front of down is our own kernel: it writes nothing that is read early.
+  // The kernel in front of down is our own: it writes nothing that is read early.
   HF_FASTPATH_CUDA_CHECK(launch_programmatic(kernel, grid, dim3(kExpertsThreads), size_t(bytes), stream,
                                              !kGated || p.programmatic_launch, p, phase_blocks, splits));
 }

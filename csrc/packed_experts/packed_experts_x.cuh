@@ -23,7 +23,7 @@ template <class T, int kColumns>
 constexpr int kExpertsRows = kColumns == 1 ? 1 : kColumns / kXColumns<T>;
 template <int kColumns>
 constexpr int kPhaseBlocks = kColumns == 1 ? kRowBlocks : kRowsBlocks;
-// From column to column; 64 bytes more, so that neighbors lie in other banks.
+// Bytes from column to column; 64 more, so that neighbors lie in other banks.
 template <int kColumns>
 __host__ __device__ constexpr int column_units(int phase_blocks) {
   return phase_blocks * kBlockUnits + (kColumns > 1 ? 4 : 0);
@@ -38,7 +38,7 @@ struct PackedExpertsWork {
   bool is_some;    // else there is no such expert, or another block has it
 };
 
-// By every warp, with all its lanes.
+// Every warp calls it, with all its lanes.
 template <int kX>
 __device__ __forceinline__ PackedExpertsWork<kX> find_packed_work(const PackedChoices& choices, int lane) {
   PackedExpertsWork<kX> work;

@@ -15,7 +15,7 @@ struct PackedPiece {
   static constexpr int kBits = bits_of(kFormat);
   static constexpr int kBlocks = kBits == 4 ? 2 : 1;
   static constexpr int kLoads = kBits == 4 ? 1 : 4;  // of 16 bytes of a block's row, by a lane
-  // In shared memory: blocks of 64 bytes a row, or of 128 in the order of swizzled copies: lanes of two rows
+  // Shared memory has blocks of 64 bytes a row, or of 128 in the order of swizzled copies: lanes of two rows
   // that read at a time find different banks.
   static constexpr int kRowBytes = 16 * kBits;
   static constexpr int kScales = Traits<kFormat>::kScaleHalves;  // in 16 bits

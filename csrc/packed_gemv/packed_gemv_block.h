@@ -171,7 +171,7 @@ struct RecordLanes {
                                     half_to_float(static_cast<uint16_t>(word(1, 0)))};
         return {Isa::pair(of_blocks), Isa::zero()};
       } else {
-        // By lane the number of a block's first byte, and of a sub-block's byte.
+        // The numbers of a block's first byte and of a sub-block's byte, by lane.
         const __m128i first_of[2] = {
             kUnit == 4 ? _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 4, 5, 4, 5, 4, 5, 4, 5)
                        : _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1),
@@ -409,7 +409,7 @@ void fp8_tile(const PackedArgs& args, const Row* row, int64_t first_row, float* 
 
 // ---- outputs ------------------------------------------------------------------------------------------
 
-// All rows of x against kS weight rows: kM rows of x at a time, of kW weight rows.
+// Multiplies all rows of x with kS weight rows: kM rows of x at a time, with kW weight rows.
 template <class Isa, PackedFormat kFormat, int kS>
 void tile(const PackedArgs& args, const Row (&row)[kS], float* const (&y)[kS]) {
   int64_t m = 0;

@@ -70,7 +70,7 @@ PackedArgs call_of(const GemmArgs& gemm, const RowView& x) {
   return args;
 }
 
-// All outputs of a call.
+// Computes all outputs of a call.
 void run(const PackedArgs& call, PackedGemv* kernel) {
   share_out(call.weight.out_features, output_parts(call.weight), 8, least_piece(call.weight.output_bytes()),
             [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
@@ -81,7 +81,7 @@ void order_rows(const PackedWeight& weight, const float* x, float* to, int64_t r
   (bits_of(weight.format) == 8 ? order<4> : order<8>)(x, to, rows * weight.blocks);
 }
 
-// By a kernel that takes x in float32.
+// Runs a kernel that takes x in float32.
 bool run_in_floats(const GemmArgs& gemm, const RowView& x, PackedGemv* kernel) {
   PackedArgs args = call_of(gemm, x);
   const int64_t width = args.weight.blocks * kPackedBlock;
@@ -97,7 +97,7 @@ bool run_in_floats(const GemmArgs& gemm, const RowView& x, PackedGemv* kernel) {
 
 #if defined(__x86_64__)
 
-// By a kernel that takes x in steps; `split`: in bytes, unless quants have 16 bits in a table.
+// Runs a kernel that takes x in steps; `split`: in bytes, unless quants have 16 bits in a table.
 bool run_in_steps(const GemmArgs& gemm, const RowView& x, PackedGemv* kernel, bool split) {
   PackedArgs args = call_of(gemm, x);
   args.split = split && !has_table(args.weight.format);

@@ -25,7 +25,7 @@ struct HalfX : RowX<T, kFormat, HalfX<T, kFormat>> {
     }
   };
 
-  // As ByteX::add.
+  // Does what ByteX::add does.
   template <class Reader>
   static __device__ __forceinline__ void add(const Operand& x, const Reader& reader, const TileRows& rows,
                                              PackedAccumulators<1>& accumulators) {

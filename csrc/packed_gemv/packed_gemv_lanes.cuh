@@ -80,7 +80,7 @@ struct LaneX {
     return shared_address(steps) + excess_lane<kColumns>();
   }
 
-  // As WarpX::load, once.
+  // Does what WarpX::load does, once.
   template <class WaitForInput>
   __device__ __forceinline__ void load(const GemvParams& p, const PackedPlan& plan, int begin, int end, bool,
                                        WaitForInput wait_for_input) const {
@@ -182,7 +182,7 @@ struct LaneX {
         const uint4 made = operand_of(*at, rms, weight, p.norm, exponent[t]);
         *at = made;
         if constexpr (kWhole) {
-          // As many times x as quants have in excess, or each of the zero; see Quants.
+          // x comes as many times as quants have in excess, or each of the zero; see Quants.
           constexpr uint32_t kLow = kExcess<kFormat> * 0x00010001u;
           constexpr uint32_t kHigh = kBits<kFormat> == 4 ? kLow << 4 : kLow;
           mma<__half>(over[t], kLow, kLow, kHigh, kHigh, made.x, made.y);
@@ -205,7 +205,7 @@ struct LaneX {
   }
 
  private:
-  // All warps of this line.
+  // All warps of this line meet.
   static __device__ __forceinline__ void sync_line() {
     if constexpr (Slot::kRowWarps > 1) {
       sync_some(3 + Slot::line(), Slot::kRowWarps * kWarpSize);

@@ -243,7 +243,7 @@ void with_columns(int m, const PackedMatrix& matrix, Launch launch) {
   launch(std::integral_constant<int, 16>{});
 }
 
-// As many rows at a time as there are columns for.
+// Takes as many rows at a time as there are columns for.
 template <class T, PackedFormat kFormat>
 void launch_typed(GemvParams p, int x_width, const PackedMatrix& matrix, const RopeAppendParams* rope,
                   char* workspace, cudaStream_t stream) {

@@ -173,7 +173,7 @@ struct PreparedX {
   }
   __device__ __forceinline__ float undo_of(int m) const { return undo[m]; }
 
-  // As WarpX::load.
+  // Does what WarpX::load does.
   template <class WaitForInput>
   __device__ __forceinline__ void load(const GemvParams& p, const PackedPlan& plan, int begin, int end,
                                        bool is_first, WaitForInput wait_for_input) const {

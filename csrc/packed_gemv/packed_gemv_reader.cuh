@@ -224,7 +224,7 @@ struct PackedReader {
     }
     return static_cast<int>(found);
   }
-  // As two_scales().
+  // Returns zeros as two_scales() returns scales.
   __device__ __forceinline__ int two_zeros(const TileRows& rows, int h) const {
     if (!fetches_scales()) return two_zeros_of(plan.matrix, rows.row[h], first_block());
     uint16_t found;

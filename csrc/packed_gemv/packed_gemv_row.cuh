@@ -33,7 +33,7 @@ struct RowX {
         norm(ring + plan.norm_at + warp * spans * kSpanNorm),
         squares(reinterpret_cast<float*>(ring + plan.scratch_at) + kRingWarps + warp) {}
 
-  // As WarpX::load.
+  // Does what WarpX::load does.
   template <class WaitForInput>
   __device__ __forceinline__ void load(const GemvParams& p, const PackedPlan& plan, int begin, int end,
                                        bool is_first, WaitForInput wait_for_input) const {

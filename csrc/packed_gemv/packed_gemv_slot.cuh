@@ -97,7 +97,8 @@ struct PackedShare {
       return;
     }
     const int clusters = gridDim.x / 2, cluster = blockIdx.x / 2, half = clusters / 2;
-    // As ring_share(); of two clusters that have the same SMs the parts that are larger are not on the same.
+    // This is ring_share(); of two clusters that have the same SMs the parts that are larger are not on the
+    // same.
     const int at = clusters % 2 ? cluster : cluster < half ? 2 * cluster : 2 * (cluster - half) + 1;
     const bool is_second = blockIdx.x % 2 != (cluster >= half);
     begin = at * plan.ring.share + min(at, plan.ring.larger);

@@ -48,7 +48,7 @@ __device__ __forceinline__ void turn_neighbors(const float (&c)[kElems], const f
   }
 }
 
-// As cache_place(p), which also finds the table of the pages.
+// The same as cache_place(p), which also finds the table of the pages.
 __device__ __forceinline__ CachePlace cache_place(const RopeAppendParams& p, Pages& pages) {
   if (!p.kv_table) return {static_cast<char*>(p.k_cache), static_cast<char*>(p.v_cache), pages.capacity};
   const int64_t* entry = p.kv_table + kPagedTableColumns * p.layer;

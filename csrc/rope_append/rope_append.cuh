@@ -114,7 +114,7 @@ struct AppendSlots {
   int64_t slots[kMaxTokens];
 };
 
-// By the first `tokens` threads of the block; a barrier has to follow.
+// The first `tokens` threads of the block find them; a barrier has to follow.
 __device__ __forceinline__ void find_slots(const RopeAppendParams& p, int tokens, AppendSlots& to) {
   if (int(threadIdx.x) >= tokens) return;
   const CachePlace place = cache_place(p);

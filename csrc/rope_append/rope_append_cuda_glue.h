@@ -91,10 +91,10 @@ struct RopeAppendCall {
     params.norm_eps = static_cast<float>(eps), params.norm_offset = static_cast<float>(offset);
   }
 
-  // Where to read; `inputs` has to live until the launch.
+  // Says where to read; `inputs` has to live until the launch.
   void read(const HeadInputs& inputs) { params.q = inputs.q, params.k = inputs.k, params.v = inputs.v; }
 
-  // As launch() of a product of all heads, [batch, query_len, features].
+  // The launch() of a product of all heads, [batch, query_len, features].
   void launch_joined(const Tensor& qkv, cudaStream_t stream, bool programmatic_launch) {
     const HeadInputs inputs(qkv, params.num_heads, params.num_kv_heads, params.head_dim);
     read(inputs);

@@ -42,7 +42,7 @@ struct LaneRuns {
     first[1] = first[0] + (turns ? half : kElems);
   }
 
-  // From L2: kernels that still ran when this one started may have written it.
+  // Reads L2: kernels that still ran when this one started may have written it.
   __device__ __forceinline__ Raw load(const T* head) const {
     Raw raw = {};
     if (!present) return raw;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) rope_append_heads_kernel(Ro
   allow_next_kernel();
   const bool is_value = head >= p.num_heads + p.num_kv_heads;
   const Runs runs(lane, p.head_dim, is_value ? 0 : p.rotary_dim);
-  // All that does not depend on the projections.
+  // This is all that does not depend on the projections.
   const T* const weight =
       is_value ? nullptr : static_cast<const T*>(head < p.num_heads ? p.q_norm : p.k_norm);
   Raw factors = {}, bias = {};

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) selective_state_kernel(SelectiveStat
   }
   wait_for_previous_kernel();
 
-  // All loads first, then the arithmetic. Lanes without a channel take the last one, and store nothing.
+  // All loads come first, then the arithmetic. Lanes without a channel take the last one, and store nothing.
   const T* b = head_of<T>(p.b, row, group);
   const T* c = head_of<T>(p.c, row, group);
   typename S::Raw raw[kChannels];

@@ -45,9 +45,9 @@ __device__ __forceinline__ float load_of_channel(const void* base, int64_t i) {
 constexpr int kTokensAtOnce = 16;
 static_assert(kTokensAtOnce >= kMaxConvolutionWidth, "a window holds inputs of one thread in front at most");
 
-// All tokens of each sequence, where there are several: a block takes a few tokens of some channels, and
-// reads the inputs in front of these once more. The block of the first tokens moves the state, which no other
-// reads.
+// Takes all tokens of each sequence, where there are several: a block takes a few tokens of some channels,
+// and reads the inputs in front of these once more. The block of the first tokens moves the state, which no
+// other reads.
 template <class T>
 __global__ void __launch_bounds__(kThreads) short_convolution_tokens(ShortConvolutionParams p, int tiles) {
   allow_next_kernel();

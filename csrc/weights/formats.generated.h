@@ -38,7 +38,7 @@ struct PackedTraits {
   float table[16];    // of kTable: the values
 };
 
-// By number in ops' schemas: hf_fastpath/choices.py has the names.
+// The numbers are those of ops' schemas: hf_fastpath/choices.py has the names.
 enum class PackedFormat : int {
   kInt8 = 0,
   kFp8 = 1,

@@ -63,7 +63,7 @@ struct TableHalves {
     return true;
   }
 };
-// As constants, which need no function of the host's in a kernel.
+// Bits as constants need no function of the host's in a kernel.
 template <PackedFormat kFormat, int kTerm, int kByte, int kFour>
 constexpr uint32_t kTableWord = TableHalves<kFormat>::word(kTerm, kByte, kFour);
 template <PackedFormat kFormat, int kTerm, int kByte>

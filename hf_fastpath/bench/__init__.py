@@ -1,1 +1,1 @@
-"""What ``hf-fastpath bench`` runs: decode speed beside stock, and the layouts of quantized weights."""
+"""What ``hf-fastpath bench`` runs: decode speed beside stock, and products with quantized weights."""

@@ -210,9 +210,9 @@ def _bench(rest: Sequence[str]) -> int:
     """Run one of the two benchmarks that are part of the package."""
     # The two modules import what no other command needs.
     if rest and rest[0] == "gemv":
-        from ..bench import layouts
+        from ..bench import formats
 
-        return layouts.main(rest[1:])
+        return formats.main(rest[1:])
     from ..bench import generate
 
     return generate.main(rest[1:] if rest and rest[0] == "generate" else rest)
@@ -300,7 +300,7 @@ def _main(argv: Sequence[str] | None) -> int:
     )
     commands.add_parser(
         "bench",
-        help="decode speed beside stock; bench gemv: layouts of quantized weights; see bench --help",
+        help="decode speed beside stock; bench gemv: products with quantized weights; see bench --help",
         add_help=False,
     )
     given, rest = parser.parse_known_args(argv)

@@ -5,6 +5,7 @@ FP8 of transformers and of FBGEMM, FP8 and INT8 of compressed-tensors, and LLM.i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,18 +60,30 @@ def fbgemm(module: nn.Module) -> ByteWeight:
     return ByteWeight(weight.detach(), module.weight_scale.detach().float(), InputRounding(InputQuants.FP8_ROW, limit))
 
 
-def _rounding_of(inputs: Any, of_integers: bool) -> InputRounding | None:
-    """Return how compressed-tensors rounds inputs, given ``input_activations`` of a scheme."""
+def compressed_rounding(inputs: Mapping[str, Any] | None, of_integers: bool) -> InputRounding | None:
+    """Return how compressed-tensors rounds inputs, given ``input_activations`` of a config.
+
+    Raises:
+        NoCounterpart: it does so in a way that we have not.
+    """
     if inputs is None:
         return None
-    kind = "int" if of_integers else "float"
-    strategy = str(getattr(inputs.strategy, "value", inputs.strategy))
-    _need(inputs.dynamic is True and inputs.symmetric and inputs.num_bits == 8, "quantized_activations")
-    _need(str(getattr(inputs.type, "value", inputs.type)) == kind, "quantized_activations")
+    strategy, reason = inputs.get("strategy"), "quantized_activations"
+    _need(inputs.get("dynamic") is True and inputs.get("symmetric", True) and inputs.get("num_bits") == 8, reason)
+    _need(inputs.get("type", "int") == ("int" if of_integers else "float"), reason)
     if strategy == "token":
         return InputRounding(InputQuants.INT8_ROW_NARROW if of_integers else InputQuants.FP8_ROW_NARROW)
-    _need(strategy == "group" and inputs.group_size == BLOCK and not of_integers, "quantized_activations")
+    _need(strategy == "group" and inputs.get("group_size") == BLOCK and not of_integers, reason)
     return InputRounding(InputQuants.FP8_BLOCK_NARROW)
+
+
+def _as_in_config(inputs: Any) -> dict[str, Any] | None:
+    """Return a layer's ``input_activations`` as a config has them."""
+    if inputs is None:
+        return None
+    names = ("dynamic", "symmetric", "num_bits", "type", "strategy", "group_size")
+    values = {name: getattr(inputs, name) for name in names if hasattr(inputs, name)}
+    return {name: getattr(value, "value", value) for name, value in values.items()}
 
 
 def compressed(module: nn.Module) -> ByteWeight:
@@ -80,7 +93,7 @@ def compressed(module: nn.Module) -> ByteWeight:
     _need(how is not None and scheme.output_activations is None, "quantized_activations")
     reason = "quantized_format" if of_integers else "quantized_fp8"
     _need(how.num_bits == 8 and how.symmetric and weight.dtype in BYTES, reason)
-    rounding = _rounding_of(scheme.input_activations, of_integers)
+    rounding = compressed_rounding(_as_in_config(scheme.input_activations), of_integers)
     strategy, rows = str(getattr(how.strategy, "value", how.strategy)), weight.shape[0]
     scales = module.weight_scale.detach()
     if strategy == "block":

@@ -32,7 +32,6 @@ from .packed_gemm import SPEC as packed_gemm
 from .packed_gemv import SPEC as packed_gemv
 from .packed_gemv_swiglu import SPEC as packed_gemv_swiglu
 from .packed_qkv_rope_append import SPEC as packed_qkv_rope_append
-from .q4_0_gemv import SPEC as q4_0_gemv
 from .qkv_rope_append import SPEC as qkv_rope_append
 from .quantizing_attention import SPEC as quantizing_attention
 from .read_stream import SPEC as read_stream
@@ -74,7 +73,6 @@ __all__ = [
     "packed_gemv",
     "packed_gemv_swiglu",
     "packed_qkv_rope_append",
-    "q4_0_gemv",
     "qkv_rope_append",
     "quantizing_attention",
     "read_stream",

@@ -19,7 +19,7 @@ from . import places
 #: kind -> the ops of that kind
 OPS: dict[str, tuple[str, ...]] = {
     "products": (
-        *("gemv", "gemm", "gemv_swiglu", "joined_gemv", "head_products", "q4_0_gemv", "qkv_rope_append"),
+        *("gemv", "gemm", "gemv_swiglu", "joined_gemv", "head_products", "qkv_rope_append"),
         *("packed_gemv", "packed_gemm", "packed_gemv_swiglu", "packed_qkv_rope_append"),
     ),
     "attention": ("decode_attention", "append_attention", "quantizing_attention", "latent_attention", "rope_append"),

@@ -17,6 +17,7 @@ from ..decode.model.parts import MoEPart
 from ..decode.model.structure import ModelInRoles
 from ..decode.sources.described import model_part
 from ..errors import NoCounterpart
+from ..linears.eight_bits import compressed_rounding
 from ..linears.packed_linear import PackedLinear
 from ..packed_formats import BLOCK
 from ..quantization.formats import (
@@ -65,19 +66,6 @@ def _matches(patterns: Sequence[str], name: str, kind: str) -> bool:
     return any(re.match(each[3:], name) if each.startswith("re:") else each in (name, kind) for each in patterns)
 
 
-def _rounding(inputs: Mapping[str, Any] | None, kind: str) -> InputRounding | None:
-    """Return how compressed-tensors rounds inputs, of what its config says."""
-    if inputs is None:
-        return None
-    strategy, reason = inputs.get("strategy"), "quantized_activations"
-    _need(inputs.get("dynamic") is True and inputs.get("symmetric", True) and inputs.get("num_bits") == 8, reason)
-    _need(inputs.get("type", "int") == kind, reason)
-    if strategy == "token":
-        return InputRounding(InputQuants.INT8_ROW_NARROW if kind == "int" else InputQuants.FP8_ROW_NARROW)
-    _need(strategy == "group" and inputs.get("group_size") == BLOCK and kind == "float", reason)
-    return InputRounding(InputQuants.FP8_BLOCK_NARROW)
-
-
 #: compressed-tensors' formats of bytes
 _OF_BYTES = ("float-quantized", "int-quantized", "naive-quantized")
 
@@ -86,7 +74,7 @@ def _compressed_bytes(how: Mapping[str, Any], inputs: Any, covers: Callable[[str
     kind, strategy = how.get("type", "int"), how.get("strategy") or "tensor"
     reason = "quantized_fp8" if kind == "float" else "quantized_format"
     _need(how.get("num_bits") == 8 and how.get("symmetric", True), reason)
-    rounding = _rounding(inputs, kind)
+    rounding = compressed_rounding(inputs, of_integers=kind == "int")
     if strategy == "block":
         block = how.get("block_structure") or (0, 1)
         _need(kind == "float" and block[1] % BLOCK == 0, reason)

@@ -20,17 +20,21 @@ LIMIT = "HF_FASTPATH_CPU"
 over_instruction_sets = pytest.mark.parametrize("isa", ("baseline", "avx2", "avx512"))
 
 
+def program(file: str) -> str:
+    """Return a script that runs a test file as a program, with the files beside it."""
+    return (
+        f"import runpy, sys; sys.path.insert(0, {str(Path(file).parent)!r}); "
+        f"runpy.run_path({file!r}, run_name='__main__')"
+    )
+
+
 def run_limited(spec: OpSpec, file: str, isa: str, *arguments: object) -> None:
     """Run ``file``, which ends in :func:`main`, in a process whose kernels go no further than ``isa``."""
     if not is_native(spec, torch.device("cpu")):
         pytest.skip("no library for the CPU")
     if isa == "avx512" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         pytest.skip("this CPU has no AVX-512: it would run what avx2 runs")
-    script = (
-        f"import runpy, sys; sys.path.insert(0, {str(Path(file).parent)!r}); "
-        f"runpy.run_path({file!r}, run_name='__main__')"
-    )
-    result = fresh_process.run(script, *map(str, arguments), **{LIMIT: isa})
+    result = fresh_process.run(program(file), *map(str, arguments), **{LIMIT: isa})
     assert result.returncode == 0, result.stderr[-2000:]
 
 

@@ -1,12 +1,11 @@
-"""Layout benchmark: how close a product of one row comes to the read bandwidth, depending on the order of quants.
+"""Benchmark of formats: how close a product of one row with a quantized weight comes to the read bandwidth.
 
-    hf-fastpath bench gemv --format q4_0 --layout interleaved split packed --layers 32
+    hf-fastpath bench gemv --format q4_0 q4_k q8_0 int8 --layers 32
 
-The products are those of a Llama's MLP: gate and up (4096 features to 16384) and down (16384 to 4096). There are as
-many distinct layers as ``--layers`` says, one after the other, so that no cache holds what the next pass reads. All
-layouts of ``q4_0`` take 18 bytes for 32 weights: ``interleaved`` has blocks of a float16 scale and 16 bytes of quants,
-as GGUF files do; ``split`` has the same quants behind each other and the scales apart (both with the plain kernels of
-``q4_0_gemv``); ``packed`` is ours (``packed_gemv``, format int4_g32). Our other formats have only ``packed``.
+A format is one of ours (``packed_formats.py``) or a type of blocks of GGUF files, which stands for the format of ours
+that holds its values. The products are those of a Llama's MLP: gate and up (4096 features to 16384) and down (16384 to
+4096). There are as many distinct layers as ``--layers`` says, one after the other, so that no cache holds what the next
+pass reads.
 
 Method. Weights are random bytes, on a CPU in pages of 2 MB. A pass is one call for each product; on CUDA the calls of a
 pass are in one CUDA graph, whose replay is timed, on a CPU the calls themselves are timed. ms/token is the median time
@@ -29,25 +28,25 @@ from ..bandwidth import measure_read_bandwidth
 from ..choices import PackedFormat
 from ..native import loader
 from ..native.huge_pages import ask_for
-from ..ops.q4_0_gemv import BLOCK_BYTES, GROUP, LAYOUTS, QUANT_BYTES
 from ..progress import counted
 from ..quantization import FORMATS
-from ..quantization.formats import padded, scale_bits
+from ..quantization.formats import Format, padded, scale_bits
+from ..quantization.ggml_blocks import BLOCK_TYPES
 from ..tables import table
 from . import measure
 from .measure import DTYPES
 
-Q4_0, PACKED = "q4_0", "packed"
+#: what ``--format`` takes -> the format that holds such weights
+CHOICES = {**FORMATS, **{kind.name.lower(): FORMATS[kind.format] for kind in BLOCK_TYPES.values()}}
 #: bytes that are drawn at random; weights repeat them, because drawing gigabytes takes longer than reading them
 _PATTERN_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured: format and layout, number of layers, features of the model and inside its MLP."""
+    """What is measured: a name of :data:`CHOICES`, number of layers, features of the model and inside its MLP."""
 
     format: str
-    layout: str
     layers: int
     hidden: int
     inner: int
@@ -71,34 +70,20 @@ def _random_scales(device: torch.device, *shape: int) -> torch.Tensor:
     return (_random_bytes(device, *shape).half() + 128) / 2**16
 
 
-def weight(study: Study, rows: int, columns: int, device: torch.device) -> tuple:
-    """Make a random weight, as the op of its layout takes it after x.
-
-    Raises:
-        ValueError: the format does not have the layout.
-    """
-    if study.layout == PACKED:
-        format = FORMATS["int4_g32" if study.format == Q4_0 else study.format]
-        groups = rows, format.groups(columns)
-        quants = _random_bytes(device, rows, padded(columns) * format.bits // 8, below=format.finite_bytes)
-        zeros = _random_bytes(device, *groups, below=16) if format.has_zeros else None
-        scales = scale_bits(format, _random_scales(device, *groups).float())
-        return quants, scales, zeros, 1.0, PackedFormat(format.number)
-    if study.format != Q4_0:
-        raise ValueError(f"format {study.format} has layout {PACKED} alone, not {study.layout}")
-    groups = columns // GROUP
-    if study.layout == "split":
-        return _random_bytes(device, rows, groups * QUANT_BYTES), _random_scales(device, rows, groups)
-    blocks = _random_bytes(device, rows, groups, BLOCK_BYTES)
-    blocks[..., :2] = _random_scales(device, rows, groups)[..., None].view(torch.uint8)
-    return blocks.view(rows, -1), None
+def weight(format: Format, rows: int, columns: int, device: torch.device) -> tuple:
+    """Make a random weight, as ``packed_gemv`` takes it after x."""
+    groups = rows, format.groups(columns)
+    quants = _random_bytes(device, rows, padded(columns) * format.bits // 8, below=format.finite_bytes)
+    zeros = _random_bytes(device, *groups, below=16) if format.has_zeros else None
+    scales = scale_bits(format, _random_scales(device, *groups).float())
+    return quants, scales, zeros, 1.0, PackedFormat(format.number)
 
 
 def measured(study: Study, device: torch.device, dtype: torch.dtype, rounds: int, bandwidth: float) -> dict:
     """Return one row: the time of a pass over all layers, and its speed."""
-    op = ops.packed_gemv.overload if study.layout == PACKED else ops.q4_0_gemv.overload
+    format, op = CHOICES[study.format], ops.packed_gemv.overload
     inputs = {size: torch.randn(1, size, device=device, dtype=dtype) for size in (study.hidden, study.inner)}
-    calls = [(inputs[k], *weight(study, n, k, device)) for n, k in study.shapes()]
+    calls = [(inputs[k], *weight(format, n, k, device)) for n, k in study.shapes()]
     num_bytes = sum(part.nbytes for _, *parts in calls for part in parts if isinstance(part, torch.Tensor))
 
     def one_pass() -> list[torch.Tensor]:
@@ -115,7 +100,7 @@ def measured(study: Study, device: torch.device, dtype: torch.dtype, rounds: int
     return {
         **measure.environment(device),
         "format": study.format,
-        "layout": study.layout,
+        "packed_format": format.name,
         "layers": study.layers,
         "hidden": study.hidden,
         "inner": study.inner,
@@ -130,16 +115,16 @@ def measured(study: Study, device: torch.device, dtype: torch.dtype, rounds: int
 
 
 def _shown(rows: Sequence[dict]) -> str:
-    columns = ("format", "layout", "GB", "ms/token", "GB/s", "% of R", "R, GB/s")
+    columns = ("format", "packed as", "GB", "ms/token", "GB/s", "% of R", "R, GB/s")
     cells = [
         (
-            *(row["format"], row["layout"], f"{row['weight_bytes'] / 1e9:.2f}"),
+            *(row["format"], row["packed_format"], f"{row['weight_bytes'] / 1e9:.2f}"),
             *(f"{row['ms_per_token']:.4f}{measure.plus_minus(row['spread_percent'], 1)}", f"{row['gb_s']:.1f}"),
             *(f"{row['percent_of_r']:.1f}", f"{row['r_gb_s']:.1f}"),
         )
         for row in rows
     ]
-    return table(columns, cells, left=("format", "layout"))
+    return table(columns, cells, left=("format", "packed as"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,8 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hf-fastpath bench gemv", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--format", default=Q4_0, choices=(Q4_0, *FORMATS))
-    parser.add_argument("--layout", nargs="+", choices=(*LAYOUTS, PACKED), help="default: all that the format has")
+    parser.add_argument(
+        "--format", nargs="+", default=("q4_0",), choices=CHOICES, metavar="FORMAT", help=", ".join(CHOICES)
+    )
     parser.add_argument("--layers", type=arguments.count, default=32)
     parser.add_argument("--hidden", type=arguments.count, default=4096)
     parser.add_argument("--inner", type=arguments.count, default=16384)
@@ -158,19 +144,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure.add_csv_argument(parser)
     measure.add_json_argument(parser)
     given = parser.parse_args(argv)
-    layouts = given.layout or ((*LAYOUTS, PACKED) if given.format == Q4_0 else (PACKED,))
-    if given.format != Q4_0 and set(layouts) != {PACKED}:
-        parser.error(f"format {given.format} has layout {PACKED} alone")
-    if given.hidden % GROUP or given.inner % GROUP:
-        parser.error(f"--hidden and --inner are multiples of {GROUP}")
     device = torch.device(given.device)
     status = loader.ensure(device.type)
-    path = measure.chosen_csv(given.csv, "layouts", device)
+    path = measure.chosen_csv(given.csv, "formats", device)
     rows = []
-    with counted(len(layouts), "layouts") as bar:
-        for layout in layouts:
-            bar.set_description_str(f"{given.format}, {layout}", refresh=False)
-            study = Study(given.format, layout, given.layers, given.hidden, given.inner)
+    with counted(len(given.format), "formats") as bar:
+        for name in given.format:
+            bar.set_description_str(name, refresh=False)
+            study = Study(name, given.layers, given.hidden, given.inner)
             bandwidth = measure_read_bandwidth(device)
             rows.append(measured(study, device, DTYPES[given.dtype], given.rounds, bandwidth))
             if path:
