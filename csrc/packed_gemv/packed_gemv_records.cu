@@ -31,9 +31,10 @@ constexpr int kSharedBytes = 208 * 1024, kTwoBlocksBytes = 108 * 1024;
 template <PackedFormat kFormat>
 constexpr bool kScalesHalves = traits_of(kFormat).group < kSubBlock;
 
-// What operands of four bits have in excess, which minimums take off again.
+// What operands of four bits have in excess, which minimums take off again: so little that sums lose nothing
+// that x's type could show.
 template <class T>
-constexpr float kExcess = std::is_same_v<T, __half> ? 1024.f : 128.f;
+constexpr float kExcess = std::is_same_v<T, __half> ? 16.f : 128.f;
 
 __device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t bits) {
   uint32_t made;
@@ -44,10 +45,14 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint
 // A lane's word as operands, neighbors as x_order() has them.
 template <class T, int kBits>
 __device__ __forceinline__ void unpack_operands(uint32_t word, uint32_t (&to)[kBits == 4 ? 4 : 2]) {
-  if constexpr (kBits == 4) {  // in the last bits of the excess
-    constexpr uint32_t kMagic = std::is_same_v<T, __half> ? 0x64006400u : 0x43004300u;
+  if constexpr (kBits == 4 && std::is_same_v<T, __half>) {  // of 2^4, whose last bit but six is 1
+    to[0] = masked_or(word << 6, 0x03c003c0u, 0x4c004c00u);
+    to[1] = masked_or(word << 2, 0x03c003c0u, 0x4c004c00u);
+    to[2] = masked_or(word >> 2, 0x03c003c0u, 0x4c004c00u);
+    to[3] = masked_or(word >> 6, 0x03c003c0u, 0x4c004c00u);
+  } else if constexpr (kBits == 4) {  // of 2^7, whose last bit is 1
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = masked_or(word >> 4 * i, 0x000f000fu, kMagic);
+    for (int i = 0; i < 4; ++i) to[i] = masked_or(word >> 4 * i, 0x000f000fu, 0x43004300u);
   } else if constexpr (std::is_same_v<T, __half>) {
     const uint32_t bytes = word ^ 0x80808080u;
 #pragma unroll
