@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import operator
-import sys
 import threading
 import weakref
 
