@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 import itertools
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -127,8 +128,11 @@ def cuda() -> torch.device:
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory):
     """Keep what twins have shown out of the user's cache, where a run would find what an earlier one has kept."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # processes that share the tests share what one of them has recorded
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_FASTPATH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_FASTPATH_CACHE", str(folder / "cache"))
         yield
 
 
