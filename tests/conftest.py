@@ -8,11 +8,13 @@ import itertools
 import os
 import sys
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from first_scales import first_scales
 
 from hf_fastpath import bandwidth, logs
 from hf_fastpath.native import build, loader
@@ -208,6 +210,13 @@ def twins_of_recorded_models(request: pytest.FixtureRequest):
     with pytest.MonkeyPatch.context() as patch:
         if request.path.name not in TRIED_BY_TWINS and not request.config.getoption("--full"):
             patch.setattr(selftest, "run", lambda model, recorded=None: (None, 0.0))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def weights_of_samples(request: pytest.FixtureRequest):
+    """The tests of ops make thousands of weights."""
+    with first_scales() if request.path.parent.name == "ops" else nullcontext():
         yield
 
 
