@@ -12,11 +12,15 @@ import tempfile
 from pathlib import Path
 
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 import hf_fastpath
+
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: pip install trl") from None
 
 TINY = Path(__file__).parent / "tiny-python"
 PROMPTS = ("import os\n\n\ndef", "import re\n\n\nclass", "    def __init__(self,", "for name in")

@@ -12,10 +12,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_fastpath
+
+try:
+    from peft import LoraConfig, get_peft_model
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: pip install peft") from None
 
 TINY = Path(__file__).parent / "tiny-python"
 TEXT = "def spam(eggs):\n    return eggs\n"

@@ -1,6 +1,6 @@
 """A server with OpenAI's /v1/chat/completions over a patched model, in one page of FastAPI.
 
-    pip install "hf-fastpath[serve]"
+    pip install ".[serve]"                               # in the clone
     python examples/serve.py                             # SmolLM2 if it is installed: default_model.py
     python examples/serve.py FOLDER-OR-MODEL-ID --dtype bfloat16 --port 8000
     curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -25,12 +25,16 @@ from typing import Literal
 
 import torch
 from default_model import source_of
-from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
-from pydantic import AliasChoices, BaseModel, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, TextIteratorStreamer
 
 import hf_fastpath
+
+try:
+    from fastapi import FastAPI
+    from fastapi.responses import StreamingResponse
+    from pydantic import AliasChoices, BaseModel, Field
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: pip install '.[serve]' in the clone") from None
 
 
 class Part(BaseModel):

@@ -1,6 +1,6 @@
 """``transformers serve`` with models that are patched when they are loaded; the arguments are those of the command.
 
-    pip install "hf-fastpath[serve]"
+    pip install ".[serve]"  # in the clone
     python examples/transformers_serve.py FOLDER-OR-MODEL-ID --port 8000  # in the place of: transformers serve ...
     python examples/transformers_serve.py --port 8000  # SmolLM2 if it is installed: default_model.py
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import gc
 import itertools
+import os
 import sys
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from first_scales import first_scales
 
 from hf_fastpath import bandwidth, logs
 from hf_fastpath.native import build, loader
@@ -127,8 +130,11 @@ def cuda() -> torch.device:
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory):
     """Keep what twins have shown out of the user's cache, where a run would find what an earlier one has kept."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # processes that share the tests share what one of them has recorded
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_FASTPATH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_FASTPATH_CACHE", str(folder / "cache"))
         yield
 
 
@@ -204,6 +210,13 @@ def twins_of_recorded_models(request: pytest.FixtureRequest):
     with pytest.MonkeyPatch.context() as patch:
         if request.path.name not in TRIED_BY_TWINS and not request.config.getoption("--full"):
             patch.setattr(selftest, "run", lambda model, recorded=None: (None, 0.0))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def weights_of_samples(request: pytest.FixtureRequest):
+    """The tests of ops make thousands of weights."""
+    with first_scales() if request.path.parent.name == "ops" else nullcontext():
         yield
 
 

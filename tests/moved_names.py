@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import gc
 import importlib
 import inspect
 import json
@@ -142,6 +143,8 @@ def in_a_fork(case: Callable[[], str]) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     known = models()
+    gc.collect()
+    gc.freeze()  # so that no fork copies, page by page, what its collections would look at
     spec = importlib.util.spec_from_file_location("required", COMPAT / "required.py")
     required = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(required)

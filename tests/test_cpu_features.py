@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import fresh_process
@@ -235,7 +233,6 @@ def test_unknown_word_is_an_exception(script, error):
 
 def test_info_says_what_is_wrong():
     _need_library()
-    command = [sys.executable, "-m", "hf_fastpath", "info"]
-    environment = os.environ | {cpu.VARIABLE: "avx521", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    script = "import runpy; runpy.run_module('hf_fastpath', run_name='__main__', alter_sys=True)"
+    result = fresh_process.run(script, "info", **{cpu.VARIABLE: "avx521"})
     assert result.returncode == 2 and "unknown word 'avx521'" in result.stderr and "Traceback" not in result.stderr

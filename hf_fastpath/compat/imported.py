@@ -6,12 +6,13 @@ import functools
 import hashlib
 import importlib.util
 import marshal
+import operator
 import os
 import stat
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -22,6 +23,8 @@ from .folders import OWN, folders_of, is_pythons
 _IMPORTED_AT = time.time()
 #: PyTorch, and packages in which it has the formulas of sizes
 _TORCH = ("torch", "sympy", "mpmath")
+#: files of code in Python itself, and of methods that ``dataclasses`` writes
+_WRITTEN = ("<frozen ", "<string>")
 #: seconds by which clocks of files and of processes may differ
 _MARGIN = 1.0
 
@@ -52,6 +55,13 @@ def _torch() -> tuple[str, ...]:
     return tuple(chain.from_iterable(map(folders_of, _TORCH)))
 
 
+@functools.cache
+def _packages() -> tuple[str, ...]:
+    """Return the folders that hold transformers and PyTorch, in which other packages are installed as well."""
+    found = (str(Path(each).parent) + os.sep for name in ("transformers", "torch") for each in folders_of(name))
+    return tuple(dict.fromkeys(found))
+
+
 def module_digest(name: str) -> bytes | None:
     """Return a digest of a module as this process has imported it: of its file, and of functions and plain values in it
     that come from elsewhere.
@@ -80,8 +90,11 @@ def _imported(name: str) -> _Imported | None:
     path = getattr(module, "__file__", None)
     if name == "__main__" or not isinstance(path, str) or (found := _file_of(name, path)) is None:
         return None
+    if (known := _known.get(path)) is not None and known.is_of(module, found):
+        return known.found
+    known = _Known(module, found)
     foreign = hashlib.sha256()
-    for place, code in _functions(vars(module), name, set()):
+    for place, code in _functions(vars(module), name, known):
         if code.co_filename == path:
             if code not in found.codes:  # it was imported from what the file was before
                 return None
@@ -98,7 +111,75 @@ def _imported(name: str) -> _Imported | None:
                 foreign.update(place.encode() + held.digest)
             elif not place.startswith("__") and _is_plain(value):
                 foreign.update(f"{place}={value!r}".encode(errors="surrogatepass"))
-    return _Imported(found.digest, foreign.digest())
+        return _Imported(found.digest, foreign.digest())
+    known.found = _Imported(found.digest, foreign.digest())
+    if known.is_of_packages():
+        _known[path] = known
+    return known.found
+
+
+class _Known:
+    """A module as it was when its functions were looked at, so that they need not be looked at again.
+
+    Attributes:
+        found: what the look gave.
+    """
+
+    def __init__(self, module: types.ModuleType, file: _File):
+        self.module, self.file = module, file
+        self.found: _Imported | None = None
+        self._spaces: list[tuple[Mapping[str, Any], list[str], list[Any]]] = []
+        self._functions: list[types.FunctionType] = []
+        self._codes: list[types.CodeType] = []
+        self._wrapped: list[Any] = []
+        self._classes: set[int] = set()
+
+    def enter(self, space: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Return the entries of a namespace, which are compared from now on."""
+        items = list(space.items())
+        self._spaces.append((space, [name for name, _ in items], [value for _, value in items]))
+        return items
+
+    def is_new(self, cls: type) -> bool:
+        """Whether a class was not entered before."""
+        is_new = id(cls) not in self._classes
+        self._classes.add(id(cls))
+        return is_new
+
+    def add(self, function: types.FunctionType) -> Any:
+        """Take in a function; return what it wraps, or None."""
+        wrapped = getattr(function, "__wrapped__", None)
+        self._functions.append(function)
+        self._codes.append(function.__code__)
+        self._wrapped.append(wrapped)
+        return wrapped
+
+    def is_of(self, module: Any, file: _File) -> bool:
+        """Whether a module is this one and has the same entries, in its classes too, and the same code in each
+        function."""
+        return (
+            module is self.module
+            and file is self.file
+            and all(list(space) == names for space, names, _ in self._spaces)
+            and all(_are_same(space.values(), values) for space, _, values in self._spaces)
+            and _are_same([each.__code__ for each in self._functions], self._codes)
+            and _are_same([getattr(each, "__wrapped__", None) for each in self._functions], self._wrapped)
+        )
+
+    def is_of_packages(self) -> bool:
+        """Whether all functions are those of installed packages: what a program has put in their place may hold a
+        model, and is not held here."""
+        files = {each.co_filename for each in self._codes}
+        return all(each.startswith((*_packages(), *_WRITTEN)) or is_pythons(each) for each in files)
+
+
+#: file of a module of transformers -> the module when it was last looked at
+_known: dict[str, _Known] = {}
+
+
+def _are_same(some: Iterable[Any], others: list[Any]) -> bool:
+    found = list(some)
+    return len(found) == len(others) and all(map(operator.is_, found, others))
 
 
 def _is_plain(value: Any) -> bool:
@@ -175,13 +256,13 @@ def _codes_in(code: types.CodeType | None) -> Iterator[types.CodeType]:
                 yield from _codes_in(each)
 
 
-def _functions(space: Any, home: str, seen: set[int]) -> Iterator[tuple[str, types.CodeType]]:
-    """Yield the code of functions in a namespace, of methods of its classes, and of what these wrap, by name."""
-    for name, value in list(space.items()):
+def _functions(space: Mapping[str, Any], home: str, known: _Known) -> Iterator[tuple[str, types.CodeType]]:
+    """Yield the code of functions in a namespace, of methods of its classes, and of what these wrap, by name; ``known``
+    takes in all of them."""
+    for name, value in known.enter(space):
         if isinstance(value, type):
-            if value.__module__ == home and id(value) not in seen:
-                seen.add(id(value))
-                yield from ((f"{name}.{inside}", code) for inside, code in _functions(vars(value), home, seen))
+            if value.__module__ == home and known.is_new(value):
+                yield from ((f"{name}.{inside}", code) for inside, code in _functions(vars(value), home, known))
             continue
         parts = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
         for function in parts:
@@ -189,4 +270,4 @@ def _functions(space: Any, home: str, seen: set[int]) -> Iterator[tuple[str, typ
             while isinstance(function, types.FunctionType) and function not in wrapped:
                 wrapped.append(function)
                 yield name, function.__code__
-                function = getattr(function, "__wrapped__", None)
+                function = known.add(function)

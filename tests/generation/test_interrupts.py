@@ -57,6 +57,7 @@ def test_interrupted_generate(architecture):
         assert_same_tokens(found, expected, stock, inputs["attention_mask"])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("length", "with_config", "page_size"), ((5, False, None), (40, True, None), (45, True, 16), (5, False, 16))
 )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import operator
-import subprocess
-import sys
 import threading
 import weakref
 
+import fresh_process
 import pytest
 import torch
 from causal_lm_types import small_model
@@ -446,7 +445,7 @@ assert not failed, failed
 
 def test_a_fork_while_another_thread_makes_the_calls():
     """The child makes them, too: it does not wait for a thread that it does not have."""
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
+    done = fresh_process.run(FORKED, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,6 +11,7 @@ import fresh_process
 import pytest
 import torch
 from checks import is_native
+from first_scales import first_scales
 
 from hf_fastpath.native import loader
 from hf_fastpath.registry import OpSpec
@@ -43,5 +44,5 @@ def main(spec: OpSpec, check: Callable[..., None]) -> None:
     loader.ensure("cpu")
     assert is_native(spec, torch.device("cpu"))
     torch.manual_seed(1729)
-    with torch.no_grad():
+    with torch.no_grad(), first_scales():
         check(os.environ[LIMIT], *sys.argv[1:])

@@ -170,6 +170,7 @@ def with_numbers(given):
                 given[name].copy_(right)
 
 
+@pytest.mark.each_value
 @over_dtypes
 @pytest.mark.parametrize("name", PLACED)
 def test_no_number_leads_outside_the_buffers(name, dtype, device):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -55,6 +56,10 @@ class Golden:
 
     def rounding_cache(self) -> RoundingCache:
         return RoundingCache(self.ref.config, self.dtype)
+
+
+#: cases change none of the three models and share them
+shared_golden = functools.lru_cache(maxsize=4)(Golden)
 
 
 @torch.no_grad()
@@ -166,7 +171,7 @@ def architecture_tests(architecture: str) -> dict[str, Callable]:
         rule = LogitRule()
         num_models = 4 if request.config.getoption("--full") else 1
         for seed in range(num_models):
-            GOLDEN[case](Golden(architecture, seed, device, dtype, POSITIONS // num_models), rule)
+            GOLDEN[case](shared_golden(architecture, seed, device, dtype, POSITIONS // num_models), rule)
         rule.check(f"{architecture} {case} {dtype} {device}", POSITIONS)
         golden_figures(architecture, device, dtype, case, *rule.means())
 
