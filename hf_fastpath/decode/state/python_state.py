@@ -7,7 +7,6 @@ anything may have changed; only then is the walk made again, and the frozen valu
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import sys
@@ -25,6 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from ... import compat
+from .hidden_values import behind, hides, is_reference, text_of
 
 #: values that are what they are; a float is known by its text, which tells -0.0 from 0.0 and makes nan equal to nan
 PLAIN = frozenset({type(None), bool, int, str, bytes, complex, type(...), slice, range})
@@ -32,7 +32,7 @@ ROWS = (list, tuple, set, frozenset, deque)
 #: kinds of values that are known by their identity, whatever they hold
 _LEAVES = (
     *(type, types.ModuleType, types.BuiltinFunctionType, types.GenericAlias, property, classmethod, staticmethod),
-    *(enum.Enum, logging.Logger, functools.cached_property, torch.dtype, torch.device, compat.Tokenizer),
+    *(logging.Logger, functools.cached_property, torch.dtype, torch.device, compat.Tokenizer),
 )
 #: packages whose objects are known by their identity: bookkeeping of their own, which no forward computes with
 _PACKAGES = frozenset(
@@ -218,6 +218,10 @@ class Walk:
             return "module", self._child(value)
         if isinstance(value, type):
             self._meet_class(value)
+        if is_reference(value):
+            self._kept.append(value)
+            self.readers.append(functools.partial(behind, value))
+            return cls, [self.frozen(each, where) for each in behind(value)]
         if isinstance(value, _LEAVES) or (
             cls.__module__.partition(".")[0] in _PACKAGES and not isinstance(value, (*ROWS, dict))
         ):
@@ -284,7 +288,10 @@ class Walk:
         if isinstance(value, bytearray):
             return self._frozen_numbers(value, functools.partial(bytes, value))
         found = self._attributes(value, where)
-        return self._identity(value) if found is None else found
+        if found is None:
+            return self._identity(value)
+        hidden = self._identity(value) if (text := text_of(value)) is None and hides(value) else text
+        return hidden, found
 
     # ---- what is known by its identity --------------------------------------------------------------------------
 
