@@ -58,3 +58,17 @@ def hides(value: Any) -> bool:
 def _is_of_c(cls: type) -> bool:
     """Whether a class is none that a ``class`` statement has made: it makes its objects itself."""
     return isinstance(vars(cls).get("__new__"), types.BuiltinFunctionType)
+
+
+def slots_of(cls: type) -> list[str]:
+    """Return the names of the attributes for which a class, but for those that it inherits from, has slots."""
+    names = vars(cls).get("__slots__", ())
+    names = [names] if isinstance(names, str) else names
+    owner = cls.__name__.lstrip("_")
+    names = [f"_{owner}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]
+    return [name for name in names if not name.startswith("__")]
+
+
+def read_slots(value: Any, names: tuple[str, ...]) -> list[Any]:
+    """Return what slots hold, None if nothing."""
+    return [getattr(value, name, None) for name in names]
