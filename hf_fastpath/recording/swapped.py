@@ -65,7 +65,7 @@ class Swap:
         if before.keys() != now.keys() or any(before[path].kind != now[path].kind for path in before):
             raise ValueError("adapters of other kinds")
         self._instead: dict[int, torch.Tensor] = {}
-        # storage of a tensor when it was looked at, which lists hold views of -> where the tensor began, and the other one
+        # storage of a tensor when lists took views of it -> where the tensor began in it, and the other tensor
         self._of_memory: dict[int, tuple[int, torch.Tensor]] = {}
         self._scales: dict[int, tuple[float, float]] = {}  # id of a tensor of an adapter -> its factor, and the other's
         self._same_scales = True
