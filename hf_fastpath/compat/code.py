@@ -185,12 +185,12 @@ def modules_imported(code: types.CodeType, package: str | None) -> frozenset[str
     Args:
         package: to which relative names refer.
     """
-    found, before = set(), [None, None]
+    found: set[str] = set()
+    before: list[Any] = [None, None]
     for each in dis.get_instructions(code):
         if each.opname == "IMPORT_NAME":  # behind its level and the names that are taken from it
             level, name = before[0], each.argval
-            names = [name] if not level else [f"{_parent(package or '', level)}.{name}".rstrip(".")]
-            found.update(name.lstrip(".") for name in names)
+            found.add(f"{_parent(package or '', level)}.{name}".strip(".") if level else name)
         before = [before[1], each.argval]
     if not _BY_NAME.isdisjoint(code.co_names):
         found |= {each for each in code.co_consts if isinstance(each, str) and each in sys.modules}
