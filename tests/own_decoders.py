@@ -6,7 +6,11 @@ Each class of :data:`FACTORS` keeps the factor at another place that Python can 
 from __future__ import annotations
 
 import functools
+import importlib
+import math
+import os
 import types
+import weakref
 from array import array
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -658,8 +662,96 @@ class Decorated(OwnMLP):
         type(self).factor.held[0] = value
 
 
+class SubclassOfNumber(Attribute):
+    def __init__(self, config):
+        super().__init__(config)
+        self.number = own_helpers.Number(1.0)
+
+    def edit(self, value):
+        self.number = own_helpers.Number(value)
+
+
+class MemberOfEnum(OwnMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.mode = own_helpers.Mode.ONE
+
+    def factor(self):
+        return self.mode.value[0]
+
+    def edit(self, value):
+        self.mode.value[0] = value
+
+
+class ImportedInside(OwnMLP):
+    def factor(self):
+        from own_helpers import NUMBER
+
+        return NUMBER
+
+    def edit(self, value):
+        own_helpers.NUMBER = value
+
+
+class FoundByName(OwnMLP):
+    def factor(self):
+        return importlib.import_module("own_helpers").NUMBER
+
+    def edit(self, value):
+        own_helpers.NUMBER = value
+
+
+class OfEnvironment(OwnMLP):
+    def factor(self):
+        return float(os.environ.get("OWN_DECODERS_FACTOR", 1.0))
+
+    def edit(self, value):
+        os.environ["OWN_DECODERS_FACTOR"] = str(value)
+
+
+math.own_decoders_factor = 1.0
+
+
+class OfPythonsModule(OwnMLP):
+    def factor(self):
+        return math.own_decoders_factor
+
+    def edit(self, value):
+        math.own_decoders_factor = value
+
+
+class OfContext(OwnMLP):
+    def factor(self):
+        return own_helpers.VARIABLE.get()
+
+    def edit(self, value):
+        own_helpers.VARIABLE.set(value)
+
+
+class OfThread(OwnMLP):
+    def factor(self):
+        return getattr(own_helpers.OF_THREAD, "number", 1.0)
+
+    def edit(self, value):
+        own_helpers.OF_THREAD.number = value
+
+
+class BehindReferences(OwnMLP):
+    held = own_helpers.Holder(1.0)
+    table = weakref.WeakValueDictionary(first=held)
+    reference, proxy = weakref.ref(held), weakref.proxy(held)
+
+    def factor(self):
+        return (self.table["first"].value * self.reference().value * self.proxy.value) ** (1 / 3)
+
+    def edit(self, value):
+        self.held.value = value
+
+
 FACTORS: dict[str, type[OwnMLP]] = {cls.__name__: cls for cls in OwnMLP.__subclasses__()}
-FACTORS |= {cls.__name__: cls for cls in (OtherTensor, NumberInTensor, AttributesOfObject, AttributesOfModule)}
+FACTORS |= {
+    cls.__name__: cls for cls in (OtherTensor, NumberInTensor, AttributesOfObject, AttributesOfModule, SubclassOfNumber)
+}
 
 
 def edit(model: OwnDecoderForCausalLM, value: float) -> None:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import contextvars
+import enum
+import threading
+
 import torch
 
 NUMBER, TABLE = 1.0, {"factor": 1.0}
+
+
+class Number(float):
+    """A number of a class of its own."""
+
+
+class Mode(enum.Enum):
+    ONE = [1.0]
+
+
+#: what stands for a number that is elsewhere
+VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
+OF_THREAD = threading.local()
 
 
 def factor():

@@ -39,12 +39,14 @@ class ActiveAdapters:
     Attributes:
         kind: equal for adapters whose forwards differ in nothing but the values of tensors and in factors.
         tensors: of all active adapters, in order.
+        memories: the storage that each tensor had when it was looked at, and where it began in it.
         scales: the factor of each, or None.
         containers: names of the layer's attributes that hold something of each adapter.
     """
 
     kind: tuple
     tensors: tuple[torch.Tensor, ...]
+    memories: tuple[tuple[int, int], ...]
     scales: tuple[float | None, ...]
     containers: frozenset[str]
 
@@ -217,7 +219,8 @@ def _of_layer(layer: nn.Module) -> ActiveAdapters:
         if scales[-1] is not None:
             del of_one["scaling"]
         kinds.append([(name, _kind(value, tensors)) for name, value in of_one.items() if name not in _UNREAD])
-    return ActiveAdapters((type(layer), kinds), tuple(tensors), tuple(scales), _OF_ADAPTERS.union(held))
+    memories = tuple((each.untyped_storage()._cdata, int(each.storage_offset())) for each in tensors)
+    return ActiveAdapters((type(layer), kinds), tuple(tensors), memories, tuple(scales), _OF_ADAPTERS.union(held))
 
 
 def _is_empty(value: Any) -> bool:

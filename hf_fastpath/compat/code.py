@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import functools
 import inspect
 import sys
 import threading
@@ -171,6 +172,33 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 def names_read(code: types.CodeType) -> frozenset[str]:
     """Return the names that code reads: of globals and attributes, and in its strings."""
     return _names_in(code)[0]
+
+
+#: names by which code imports modules, or looks them up
+_BY_NAME = frozenset({"import_module", "__import__", "modules"})
+
+
+@functools.lru_cache(maxsize=4096)
+def modules_imported(code: types.CodeType, package: str | None) -> frozenset[str]:
+    """Return the absolute names of the modules that code imports itself, or may look up by names in its strings.
+
+    Args:
+        package: to which relative names refer.
+    """
+    found: set[str] = set()
+    before: list[Any] = [None, None]
+    for each in dis.get_instructions(code):
+        if each.opname == "IMPORT_NAME":  # behind its level and the names that are taken from it
+            level, name = before[0], each.argval
+            found.add(f"{_parent(package or '', level)}.{name}".strip(".") if level else name)
+        before = [before[1], each.argval]
+    if not _BY_NAME.isdisjoint(code.co_names):
+        found |= {each for each in code.co_consts if isinstance(each, str) and each in sys.modules}
+    return frozenset(found)
+
+
+def _parent(package: str, level: int) -> str:
+    return package.rsplit(".", level - 1)[0] if level > 1 else package
 
 
 def names_written(cls: type) -> frozenset[str]:

@@ -50,6 +50,11 @@ def is_elsewhere(file: str) -> bool:
     return not (file.startswith(("<frozen", *OWN, *_torch())) or is_pythons(file))
 
 
+def is_users(file: str) -> bool:
+    """Whether a file is of no installed package."""
+    return is_elsewhere(file) and "site-packages" not in file and "dist-packages" not in file
+
+
 @functools.cache
 def _torch() -> tuple[str, ...]:
     return tuple(chain.from_iterable(map(folders_of, _TORCH)))

@@ -50,7 +50,18 @@ _logger = logging.getLogger("hf_fastpath")
 #: True while recordings are made in any case
 _are_made: ContextVar[bool] = ContextVar("recordings_are_made", default=False)
 #: whatever is wrong with a file or the folder, a step can be recorded
-ERRORS = BuildError, NotData, Unnamed, OSError, ImportError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+ERRORS = (
+    BuildError,
+    NotData,
+    Unnamed,
+    OSError,
+    ImportError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,8 @@ class LookedAt:
         adapters: the active adapters of its layers then.
         recordings: all that were made or found of the whole model, by their names.
         saved: the plan that ``patch()`` was given, or None.
+        lock: of threads that make a recording: a plan asks for its recording more than once, and two of the same step
+            have registers and memory of their own.
     """
 
     def __init__(self, module: nn.Module):
@@ -39,6 +42,7 @@ class LookedAt:
         self.adapters: dict[str, compat.ActiveAdapters] = {}
         self.recordings: dict[str, Recording] = {}
         self.saved = of_patch()
+        self.lock = threading.RLock()
         self._skeleton: Skeleton | None = None
         self._is_new, self._is_whole = True, False
 
@@ -92,6 +96,25 @@ class LookedAt:
         found = made_or_kept(self._module, self.code, what, made, self.saved)
         self.recordings[what] = found
         return found
+
+    def tried(
+        self,
+        known: dict[tuple[int, int], Recording | Exception],
+        make: Callable[..., Recording],
+        key: tuple[int, int],
+        *how: Any,
+    ) -> Recording | Exception:
+        """Return what ``known`` has by a key: a recording, or the error that another try would raise again. It is made
+        once, whichever threads ask."""
+        with self.lock:
+            if key not in known:
+                try:
+                    known[key] = self.recorded(make, *key, *how)
+                except compat.OUT_OF_MEMORY:
+                    raise
+                except Exception as error:  # nobody has tried this code: anything may be raised
+                    known[key] = error
+            return known[key]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that the model and the names of its code hold."""

@@ -7,6 +7,8 @@ are looked at as a whole (``compat.replaced_function``).
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +28,12 @@ from .first_uses import FirstUses
 
 #: packages whose names are not looked up in code that reads names of them
 _LEFT_OUT = sys.stdlib_module_names | {"torch", "hf_fastpath"}
+#: kinds of values of these packages that are noted all the same
+_NUMBERS_AND_TEXTS = frozenset({bool, int, float, complex, str, bytes})
+#: names by which code reads the environment
+_OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
+#: names by which code reads files
+_FILES = frozenset({"open", "read_text", "read_bytes", "load", "load_file", "safe_open", "fromfile", "memmap"})
 #: attributes of modules that PyTorch reads
 _OF_TORCH = frozenset(dir(nn.Module)) | {"forward"}
 
@@ -48,6 +56,7 @@ class NotedCode:
         self._read_before: set[str] = set()  # names that code has read in the process that made a recording
         self._walk = Walk()
         self._watch: Watch | None = None
+        self._late: list[tuple[types.CodeType, Mapping[str, Any]]] = []  # code that had not imported all of its modules
         self.first_uses: FirstUses | None = None
         self._error: Exception | None = None
 
@@ -62,6 +71,9 @@ class NotedCode:
         """Note which code runs in this thread, for the length of a ``with`` block."""
         with compat.hearing(self._hear):
             yield
+        late, self._late = self._late, []
+        for code, space in late:
+            self._note_imports(code, space)
         if self._error is not None:
             raise self._error
 
@@ -83,6 +95,7 @@ class NotedCode:
                 self.first_uses.note(space.get("__name__", code.co_filename), space, space)
             where = space.get("__name__", code.co_filename)
             self._note(where, space, code.co_names)
+            self._note_imports(code, space)
             self._watch = None
         except Exception as error:  # an exception in here would end the noting
             self._error = error
@@ -92,10 +105,40 @@ class NotedCode:
         for name in self._take(where, where, space, names):
             value = space[name]
             if isinstance(value, types.ModuleType):
-                if value.__name__.partition(".")[0] not in _LEFT_OUT:
-                    self._note(value.__name__, vars(value), names)
+                self._note_module(value, names)
             elif isinstance(value, type):
                 self._note_class(value, names)
+            elif isinstance(value, functools._lru_cache_wrapper):  # which may have run before, and will not again
+                self._note_function(value.__wrapped__)
+
+    def _note_function(self, function: Any) -> None:
+        """Note what a function of the user's reads, as if it ran."""
+        code = getattr(function, "__code__", None)
+        if code is not None and id(code) not in self._seen and compat.is_users(code.co_filename):
+            self._seen[id(code)] = code
+            space = function.__globals__
+            self._note(space.get("__name__", code.co_filename), space, code.co_names)
+            self._note_imports(code, space)
+
+    def _note_module(self, module: types.ModuleType, names: Iterable[str]) -> None:
+        """Note what ``names`` of a module stand for; of PyTorch's and Python's, numbers and texts alone."""
+        home, space = module.__name__.partition(".")[0], vars(module)
+        if home not in _LEFT_OUT:
+            self._note(module.__name__, space, names)
+        elif home != "hf_fastpath" and sys.modules.get(module.__name__) is module:
+            plain = (name for name in names if type(space.get(name)) in _NUMBERS_AND_TEXTS)
+            self._take(module.__name__, module.__name__, space, plain)
+
+    def _note_imports(self, code: types.CodeType, space: Mapping[str, Any]) -> None:
+        """Note the names that code reads of modules which it imports itself, or looks up by their names, and of the
+        environment."""
+        imported = compat.modules_imported(code, space.get("__package__"))
+        for name in imported & sys.modules.keys():
+            self._note_module(sys.modules[name], code.co_names)
+        if not imported <= sys.modules.keys():
+            self._late.append((code, space))
+        if "/transformers/" not in code.co_filename and not _OF_ENVIRONMENT.isdisjoint(code.co_names):
+            self._take("os", "os", vars(os), ["environ"])
 
     def _take(self, where: str, owner: type | str, space: Mapping[str, Any], names: Iterable[str]) -> list[str]:
         """Freeze what ``names`` of a namespace stand for; return those that are new."""
@@ -176,9 +219,12 @@ class NotedCode:
         """Return the names that code has read, with the module and the class that has them, "" for a module's own.
 
         Raises:
-            NotData: a namespace is none that another process would find.
+            NotData: a namespace is none that another process would find, or code may have read files.
         """
         found = []
+        for code in self._seen.values():
+            if compat.is_users(code.co_filename) and (read := _FILES.intersection(code.co_names)):
+                raise NotData(f"{code.co_name} in {code.co_filename} names {min(read)}, so that it may read files")
         for (_, space, names), owner in zip(self._spaces, self._owners, strict=True):
             place = (owner, "") if isinstance(owner, str) else (owner.__module__, owner.__qualname__)
             if _space_of(*place) is None or (isinstance(owner, str) and _space_of(*place) is not space):

@@ -160,12 +160,13 @@ class RecordedPrompts:
     def _agree_by_rows(self, batch: int, begins: bool) -> bool:
         if not compat.is_all_known(self._part.module):  # other code may read long prompts by other rules than tokens
             return False
-        if self._rows is None:
-            made = self._looked_at.recorded(whole_rows, self._count_like(0))
-            if not all(map(_is_of_prompts, made.calls)):
-                return False
-            last_rows(made)
-            self._rows = made
+        with self._looked_at.lock:
+            if self._rows is None:
+                made = self._looked_at.recorded(whole_rows, self._count_like(0))
+                if not all(map(_is_of_prompts, made.calls)):
+                    return False
+                last_rows(made)
+                self._rows = made
         return self._agrees(self._rows, batch, begins)
 
     def _agrees(self, recording: Recording, batch: int, begins: bool) -> bool:

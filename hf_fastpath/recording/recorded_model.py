@@ -104,15 +104,9 @@ class RecordedModel(WholeModel):
         Raises:
             Unrecordable: the model cannot be recorded.
         """
-        key = batch, query_len
-        if key not in self._recordings:
-            try:
-                self._recordings[key] = self._looked_at.recorded(whole_step, *key, self.lengths)
-            except compat.OUT_OF_MEMORY:
-                raise
-            except Exception as error:  # which another try would raise again
-                self._recordings[key] = error
-        found = self._recordings[key]
+        found = self._recordings.get((batch, query_len))
+        if found is None:
+            found = self._looked_at.tried(self._recordings, whole_step, (batch, query_len), self.lengths)
         if isinstance(found, Exception):
             raise found.with_traceback(None)
         return found

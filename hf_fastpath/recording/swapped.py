@@ -65,16 +65,17 @@ class Swap:
         if before.keys() != now.keys() or any(before[path].kind != now[path].kind for path in before):
             raise ValueError("adapters of other kinds")
         self._instead: dict[int, torch.Tensor] = {}
-        self._of_memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # storage of a tensor when lists took views of it -> where the tensor began in it, and the other tensor
+        self._of_memory: dict[int, tuple[int, torch.Tensor]] = {}
         self._scales: dict[int, tuple[float, float]] = {}  # id of a tensor of an adapter -> its factor, and the other's
         self._same_scales = True
         for path, old in before.items():
             new = now[path]
             self._same_scales &= old.scales == new.scales
             factors = set(zip(old.scales, new.scales))
-            for one, other in zip(old.tensors, new.tensors):
-                self._instead[id(one)] = other
-                if self._of_memory.setdefault(memory_of(one), (one, other))[0] is not one:
+            for one, other, (memory, begin) in zip(old.tensors, new.tensors, old.memories):
+                known = self._instead.setdefault(id(one), other)
+                if self._of_memory.setdefault(memory, (begin, other))[1] is not known or known is not other:
                     raise ValueError("adapters whose tensors share memory")
                 if len(factors) == 1 and None not in (factor := next(iter(factors))):
                     self._scales[id(other)] = factor  # type: ignore[assignment]
@@ -95,7 +96,7 @@ class Swap:
             return replace(value, calls=calls)
         made = torch.empty_like(value.tensor)
         self._instead[id(value.tensor)] = made
-        self._of_memory[memory_of(value.tensor)] = value.tensor, made
+        self._of_memory[memory_of(value.tensor)] = int(value.tensor.storage_offset()), made
         return replace(value, calls=calls, tensor=made)
 
     def _calls(self, calls: Sequence[Call]) -> list[Call]:
@@ -120,8 +121,8 @@ class Swap:
         pair = None if tensor.is_meta else self._of_memory.get(memory_of(tensor))
         if pair is None:
             return tensor
-        one, other = pair  # of which this is a view
-        offset = tensor.storage_offset() - one.storage_offset() + other.storage_offset()
+        begin, other = pair  # of which this is a view
+        offset = tensor.storage_offset() - begin + other.storage_offset()
         return other.detach().as_strided(tensor.shape, tensor.stride(), offset)
 
     def _is_of_adapters(self, tensor: torch.Tensor) -> bool:

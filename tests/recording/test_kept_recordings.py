@@ -18,7 +18,7 @@ import sympy
 import torch
 from causal_lm_types import small_model
 from models import CPU, require_native
-from own_decoders import own_model
+from own_decoders import edit, own_model
 from own_helpers import Reading
 from transformers import AutoModelForCausalLM
 
@@ -81,6 +81,17 @@ def twice(model_type: str):
     other = AutoModelForCausalLM.from_config(one.config).eval()
     other.load_state_dict(one.state_dict())
     return one, other
+
+
+class OfFile(torch.nn.Module):
+    """Multiplies by a number that a file holds."""
+
+    def __init__(self, inside, path):
+        super().__init__()
+        self.inside, self.path = inside, path
+
+    def forward(self, x):
+        return self.inside(x) * float(self.path.read_text())
 
 
 def texts(model) -> list[torch.Tensor]:
@@ -188,6 +199,40 @@ def test_a_global_that_the_code_reads_is_another_one(made, monkeypatch):
     assert same(patched_texts(other), stock) and "whole_step" in made
 
 
+#: where a value may be that no attribute holds
+PLACES = (
+    *("SubclassOfNumber", "MemberOfEnum", "ImportedInside", "FoundByName", "OfEnvironment"),
+    *("OfPythonsModule", "OfContext", "OfThread", "BehindReferences"),
+)
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_value_that_no_attribute_holds_is_another_one(place, made):
+    """A model whose factor is what it was is not recorded; another factor is."""
+    one, same_one, other = (own_model(place) for _ in range(3))
+    edit(one, 1.0)
+    patched_texts(one)
+    assert made
+    made.clear()
+    patched_texts(same_one)
+    assert not made
+    edit(other, 1.5)
+    try:
+        stock = texts(other)
+        assert same(patched_texts(other), stock) and "whole_step" in made
+    finally:
+        edit(other, 1.0)
+
+
+def test_code_that_may_read_files_is_not_kept(folder, made, tmp_path):
+    model = small_model("glm4")
+    (tmp_path / "number").write_text("2.0")
+    model.model.layers[0].mlp = OfFile(model.model.layers[0].mlp, tmp_path / "number")
+    stock = texts(model)
+    assert same(patched_texts(model), stock) and made and not folder.exists()
+
+
 def test_values_of_names_are_compared(folder, made):
     """A file that says that other values were found is not used."""
     one, other = twice("glm4")
@@ -248,14 +293,20 @@ def test_a_spoiled_file_is_none(spoil, folder, made):
     assert same(patched_texts(other), stock) and "whole_step" in made
 
 
-def test_what_no_other_process_could_tell_is_not_kept(folder, made, caplog):
-    """A model that holds a generator of the user's decodes all the same; a line for developers says why."""
+#: values of which an attribute or a type alone says too little
+UNTOLD = (decimal.Context(), logging.Formatter("%(name)s"), type("Own", (decimal.Decimal,), {})(2), ValueError(2))
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("value", UNTOLD, ids=lambda value: type(value).__mro__[-2].__name__)
+def test_what_no_other_process_could_tell_is_not_kept(value, folder, made, caplog):
+    """A model that holds such a value decodes all the same; a line for developers says why."""
     model = small_model("glm4")
-    model.model.layers[0].mlp.mine = decimal.Context()
+    model.model.layers[0].mlp.mine = value
     stock = texts(model)
     with caplog.at_level(logging.DEBUG, "hf_fastpath"):
         assert same(patched_texts(model), stock) and made
-    assert not folder.exists() and "a value of decimal.Context" in caplog.text
+    assert not folder.exists() and f"a value of {type(value).__module__}.{type(value).__qualname__}" in caplog.text
 
 
 def test_a_tensor_of_the_models_that_is_no_buffer_is_read_where_it_is(folder, made):

@@ -9,6 +9,7 @@ import encoder_decoder_types
 import multimodal_types
 import pytest
 import torch
+from in_thread import Call
 from models import CPU, prompt, require_native, skip_if_cache_is_named_otherwise
 from torch import nn
 from transformers import PreTrainedModel
@@ -150,3 +151,12 @@ def test_times_of_words(recordings):
     model.generate(sound, attention_mask=mask, return_timestamps=True, return_token_timestamps=True)
     stats = state_of(model).stats
     assert not recordings and stats.fallback_tokens and set(stats.reasons) == {"attention_outputs"}
+
+
+def test_threads_that_ask_at_once_have_the_same_recording(recordings):
+    """A plan asks for its recording more than once, and would mix up two of the same step."""
+    model = patched("mamba")
+    part = state_of(model).plans.part_of(model)
+    recordings.clear()
+    calls = [Call(part.recording, 3, 1) for _ in range(4)]
+    assert len({id(call.result()) for call in calls}) == 1 and len(recordings) == 1

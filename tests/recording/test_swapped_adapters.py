@@ -141,6 +141,27 @@ def test_buffers_of_adapters(monkeypatch):
     assert not torch.equal(*seen[:2])
 
 
+@pytest.mark.parametrize("kind", ("IA3Config", "LoraConfig"))
+def test_tensors_that_get_other_data(kind):
+    """``parameter.data = ...`` leaves the parameter and gives it another memory, of which a list may hold views."""
+    require_native(CPU)
+    options = dict(feedforward_modules=["down_proj"]) if kind == "IA3Config" else dict(use_dora=True)
+    made = getattr(peft, kind)(target_modules=TARGETS, **options)
+    stock = peft.get_peft_model(build("llama"), made, adapter_name="first").eval()
+    ours = copy.deepcopy(stock)
+    hf_fastpath.patch(ours, quiet=True)
+    how, seen = dict(input_ids=torch.arange(3, 12)[None], max_new_tokens=8, do_sample=False), set()
+    for _ in range(3):
+        for model in (stock, ours):
+            for path, parameter in model.named_parameters():
+                if ".first" in path:
+                    parameter.data = parameter.data * -1.5 + 0.1
+        expected = stock.generate(**how)
+        assert torch.equal(expected, ours.generate(**how))
+        seen.add(tuple(expected[0].tolist()))
+    assert len(seen) > 1
+
+
 def test_other_values_of_a_layer_count(monkeypatch):
     """A dict in a layer that is not by the adapters' names is no adapter's: what it holds is looked at."""
     pair = Pair()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
-import enum
 import functools
 import hashlib
 import logging
@@ -27,7 +25,7 @@ _MOST_BYTES = 1 << 16
 #: characters of a hash of one of many values
 _SHORT = 16
 #: objects that nothing is computed with
-_BOOKKEEPING = (type(threading.Lock()), type(threading.RLock()), weakref.ref, weakref.WeakSet, threading.local)
+_BOOKKEEPING = type(threading.Lock()), type(threading.RLock()), weakref.WeakSet
 #: decorators whose objects hold nothing but the mode that was there before
 _MODES = torch.no_grad, torch.enable_grad, torch.inference_mode
 #: kinds of values whose text is all that they are
@@ -206,9 +204,7 @@ def _name_of(value: Any) -> Any:
         return ("built-in", value.__module__, value.__qualname__) if is_free else None
     if isinstance(value, _DESCRIPTORS):
         return "built-in", value.__objclass__.__module__, value.__objclass__.__qualname__, value.__name__
-    if isinstance(value, enum.Enum):
-        return type(value).__qualname__, value.name
-    if isinstance(value, (logging.Logger, contextvars.ContextVar)):
+    if isinstance(value, logging.Logger):
         return type(value).__qualname__, value.name
     if isinstance(value, _TEXTS):
         return type(value).__qualname__, repr(value)

@@ -7,7 +7,6 @@ anything may have changed; only then is the walk made again, and the frozen valu
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import sys
@@ -25,6 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from ... import compat
+from .hidden_values import behind, hides, is_reference, read_slots, slots_of, text_of
 
 #: values that are what they are; a float is known by its text, which tells -0.0 from 0.0 and makes nan equal to nan
 PLAIN = frozenset({type(None), bool, int, str, bytes, complex, type(...), slice, range})
@@ -32,7 +32,7 @@ ROWS = (list, tuple, set, frozenset, deque)
 #: kinds of values that are known by their identity, whatever they hold
 _LEAVES = (
     *(type, types.ModuleType, types.BuiltinFunctionType, types.GenericAlias, property, classmethod, staticmethod),
-    *(enum.Enum, logging.Logger, functools.cached_property, torch.dtype, torch.device, compat.Tokenizer),
+    *(logging.Logger, functools.cached_property, torch.dtype, torch.device, compat.Tokenizer),
 )
 #: packages whose objects are known by their identity: bookkeeping of their own, which no forward computes with
 _PACKAGES = frozenset(
@@ -218,6 +218,10 @@ class Walk:
             return "module", self._child(value)
         if isinstance(value, type):
             self._meet_class(value)
+        if is_reference(value):
+            self._kept.append(value)
+            self.readers.append(functools.partial(behind, value))
+            return cls, [self.frozen(each, where) for each in behind(value)]
         if isinstance(value, _LEAVES) or (
             cls.__module__.partition(".")[0] in _PACKAGES and not isinstance(value, (*ROWS, dict))
         ):
@@ -284,7 +288,10 @@ class Walk:
         if isinstance(value, bytearray):
             return self._frozen_numbers(value, functools.partial(bytes, value))
         found = self._attributes(value, where)
-        return self._identity(value) if found is None else found
+        if found is None:
+            return self._identity(value)
+        hidden = self._identity(value) if (text := text_of(value)) is None and hides(value) else text
+        return hidden, found
 
     # ---- what is known by its identity --------------------------------------------------------------------------
 
@@ -342,7 +349,7 @@ class Walk:
     def _attributes(self, value: Any, where: str) -> Any:
         """Return the frozen attributes of an object; None if it has none of its own."""
         space = getattr(value, "__dict__", None)
-        slots = [name for base in type(value).__mro__ for name in _slots(base)]
+        slots = [name for base in type(value).__mro__ for name in slots_of(base)]
         if not isinstance(space, dict) and not slots:
             return None
         found = []
@@ -351,7 +358,7 @@ class Walk:
             self.owners.append(value)
             found += [(name, self.frozen(each, where)) for name, each in space.items()]
         if slots:
-            read = functools.partial(_read_slots, value, tuple(slots))
+            read = functools.partial(read_slots, value, tuple(slots))
             self.readers.append(read)
             found += [(name, self.frozen(each, where)) for name, each in zip(slots, read())]
         return found
@@ -373,18 +380,6 @@ def _is_users(module: str) -> bool:
 def items_of(container: dict) -> Iterable[tuple[Any, Any]]:
     """Return the items that a dict holds: a subclass may make another value each time that it is asked for one."""
     return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
-
-
-def _slots(cls: type) -> list[str]:
-    names = vars(cls).get("__slots__", ())
-    names = [names] if isinstance(names, str) else names
-    owner = cls.__name__.lstrip("_")
-    names = [f"_{owner}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]
-    return [name for name in names if not name.startswith("__")]
-
-
-def _read_slots(value: Any, names: tuple[str, ...]) -> list[Any]:
-    return [getattr(value, name, None) for name in names]
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -30,6 +30,9 @@ _READ: dict[type, frozenset[str]] = {
 #: attributes of these; a module that has more (a forward of its own, say) is compared as a whole
 _USUAL = BOOKKEEPING | {"training", "in_features", "out_features", "_size", "_keys"}
 
+#: behind all elements, of which there may be more later
+_END = object()
+
 
 class Watch:
     """Whether what a walk has met is as it was: True is certain, False is not.
@@ -113,6 +116,7 @@ class Watch:
             [cell.cell_contents for cell in walk.cells] if walk.cells else (),
             chain.from_iterable(map(OF_FUNCTIONS, walk.functions)),
             chain.from_iterable([read() for read in walk.readers]),
+            (_END,),
         )
 
     def _locals(self) -> list[torch.Tensor]:
