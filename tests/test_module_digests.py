@@ -106,3 +106,15 @@ def test_what_a_program_puts_into_a_module_is_not_held(monkeypatch):
     del closure, tensor
     gc.collect()
     assert gone() is None
+
+
+def test_no_attribute_of_an_entry_is_asked_for(monkeypatch):
+    """An entry may be a module that is imported when it is needed, and that is not installed."""
+
+    class Lazy:
+        def __getattr__(self, name):
+            raise ImportError(f"no module for {name}")
+
+    monkeypatch.setattr(NORM, "lazy", Lazy(), raising=False)
+    monkeypatch.setattr(modeling_llama, "lazy", Lazy(), raising=False)
+    assert compat.module_digest(NAME) is not None

@@ -98,7 +98,7 @@ struct RecordsLayout {
         bytes(partials_at + 2 * kWarps * kTileRows * columns * 4) {}
 };
 
-// Of a block, what a lane needs of two rows.
+// What a lane needs of a block, of two rows.
 template <PackedFormat kFormat>
 struct LaneBlock {
   static constexpr int kBits = Traits<kFormat>::kBits, kPlaces = kBits, kLoads = kBits / 4;

@@ -128,7 +128,7 @@ from .generation import (
 from .grammars import is_grammar
 from .hearing import hearing, is_logging, module_of, uncollected, unheard
 from .host_memory import lock_pages, unlock_pages
-from .imported import file_digest, is_elsewhere, is_file_of, is_users, module_digest, unchanged_digest
+from .imported import file_digest, functions_of, is_elsewhere, is_file_of, is_users, module_digest, unchanged_digest
 from .kernel_records import KernelRecord, kernel_records, put_marker
 from .layouts import layouts_hold
 from .models import (

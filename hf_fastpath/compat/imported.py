@@ -261,6 +261,14 @@ def _codes_in(code: types.CodeType | None) -> Iterator[types.CodeType]:
                 yield from _codes_in(each)
 
 
+def functions_of(value: Any) -> tuple[Any, ...]:
+    """Return the functions of an entry of a namespace: those of a property, the one that a method is around, or the
+    entry itself. No attribute of anything else is asked for: a module that is imported when it is needed would be."""
+    if isinstance(value, property):
+        return value.fget, value.fset
+    return (value.__func__ if isinstance(value, (classmethod, staticmethod, types.MethodType)) else value,)
+
+
 def _functions(space: Mapping[str, Any], home: str, known: _Known) -> Iterator[tuple[str, types.CodeType]]:
     """Yield the code of functions in a namespace, of methods of its classes, and of what these wrap, by name; ``known``
     takes in all of them."""
@@ -269,8 +277,7 @@ def _functions(space: Mapping[str, Any], home: str, known: _Known) -> Iterator[t
             if value.__module__ == home and known.is_new(value):
                 yield from ((f"{name}.{inside}", code) for inside, code in _functions(vars(value), home, known))
             continue
-        parts = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
-        for function in parts:
+        for function in functions_of(value):
             wrapped: list[Any] = []
             while isinstance(function, types.FunctionType) and function not in wrapped:
                 wrapped.append(function)

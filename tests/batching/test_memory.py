@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 import weakref
@@ -172,12 +173,12 @@ def test_what_prompts_begin_with_is_read_once(limited, kept, device, monkeypatch
 
     for name in ("read", "read_turn"):  # a few tokens behind others are a turn on a GPU
 
-        def noted(part, cache, given, how, read=getattr(prompts, name)):
+        def noted(read, part, cache, given, how):
             logits = read(part, cache, given, how)
             counts.append(0 if logits is None else given.tokens.shape[1])
             return logits
 
-        monkeypatch.setattr(prompts, name, noted)
+        monkeypatch.setattr(prompts, name, functools.partial(noted, getattr(prompts, name)))
     part = state_of(model).plans.part_of(model)
     limit = 24 * slots.text_bytes(part, None, slots.capacity_for(200)) if limited else None
     with hf_fastpath.batch(model, max_memory=limit, **options) as batch:

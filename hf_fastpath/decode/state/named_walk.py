@@ -37,6 +37,7 @@ _DESCRIPTORS = (
 )
 #: the package whose frozen dataclasses are known by what they hold
 _OWN = "hf_fastpath."
+_PARAMS = "__dataclass_params__"
 #: id of code -> the code and its hash
 _digests: dict[int, tuple[types.CodeType, str]] = {}
 
@@ -103,7 +104,7 @@ class NamedWalk(Walk):
             return type(value), self.frozen(value.func)
         if isinstance(value, types.FunctionType):
             return self._code(value.__code__)
-        if type(value).__module__.startswith(_OWN) and is_dataclass(value) and value.__dataclass_params__.frozen:
+        if type(value).__module__.startswith(_OWN) and is_dataclass(value) and getattr(type(value), _PARAMS).frozen:
             return type(value), [(each.name, self.frozen(getattr(value, each.name))) for each in fields(value)]
         if _holds_nothing(type(value)):
             return type(value)
@@ -161,11 +162,7 @@ def _hash(value: Any) -> str:
 
 def _entry(value: Any) -> Any:
     """Return what is known of an entry of a class: code, numbers and texts, and of others the type."""
-    is_around = isinstance(
-        value, (classmethod, staticmethod, types.MethodType)
-    )  # attributes of others may import things
-    functions = (value.fget, value.fset) if isinstance(value, property) else (value.__func__ if is_around else value,)
-    if codes := [each.__code__ for each in functions if isinstance(each, types.FunctionType)]:
+    if codes := [each.__code__ for each in compat.functions_of(value) if isinstance(each, types.FunctionType)]:
         return type(value), list(map(digest_of_code, codes))
     if isinstance(value, (*ROWS, dict)):
         inside = list(map(_entry, value.items() if isinstance(value, dict) else value))
