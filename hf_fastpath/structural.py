@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import nn
 
+from . import compat
 from .architecture import Architecture, architectures
 from .errors import UnsupportedModelError
 from .known_code import classes_of, code_of, read_note, versions, write_note
@@ -298,7 +299,7 @@ class _Comparison:
 
 def _methods(cls: type) -> Iterator[tuple[str, Callable]]:
     for name, value in vars(cls).items():
-        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        function = compat.functions_of(value)[0]
         if isinstance(inspect.unwrap(function) if callable(function) else None, FunctionType):
             if name not in _NOT_COMPARED:
                 yield name, function

@@ -1,14 +1,14 @@
 // What: products of few rows of x with a quantized weight whose blocks have records instead of scales
 //   (packed_formats.py:RECORDS), with bias, activation and residual, or the gated pair.
-// Work split, x of 16 bits: tensor cores. A thread block of eight warps takes 16 output features at a time,
-// or
-//   eight of gate and of up, and goes on to the next ones that are its own; its warps take a block of weights
-//   each in turn, and their sums meet in shared memory. A lane holds some such blocks of two rows under way
-//   and unpacks them to x's type, which holds quants of eight bits as they are. x lies in shared memory, in
-//   the order in which quants come out, with the sums over sub-blocks that minimums are multiplied by.
-//   x of float32: CUDA cores. A warp takes an output feature and up to two rows of x.
+// Work split of a 16-bit x, on tensor cores: a thread block of eight warps takes 16 output features at
+//   a time, or eight of gate and of up, and goes on to the next ones that are its own. Its warps take a
+//   block of weights each in turn, and their sums meet in shared memory. A lane has some such blocks of
+//   two rows under way and unpacks them to x's type, which holds quants of eight bits as they are. x lies
+//   in shared memory in the order in which quants come out, with the sums over sub-blocks that minimums
+//   are multiplied by.
+// Work split of float32, on CUDA cores: a warp takes an output feature and up to two rows of x.
 // Traffic: quants and records once; x per SM out of L2.
-// Roofline: bandwidth; see docs/lab/packed_gemv.md.
+// Roofline: bandwidth, of which an H200 has 45 to 63 % with one row (docs/lab/packed_gemv.md).
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
 #include "common/mma.cuh"
@@ -19,17 +19,12 @@
 namespace hf_fastpath {
 namespace {
 
-// ---- x of 16 bits
-// ------------------------------------------------------------------------------------------
+// ---- x of 16 bits ----
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kTileRows = 16;  // of the matrix
 constexpr int kSharedBytes = 208 * 1024, kTwoBlocksBytes = 108 * 1024;
-
-// Whether halves of a sub-block have a scale each.
-template <PackedFormat kFormat>
-constexpr bool kScalesHalves = traits_of(kFormat).group < kSubBlock;
 
 // What operands of four bits have in excess, which minimums take off again: so little that sums lose nothing
 // that x's type could show.
@@ -174,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   using Block = LaneBlock<kFormat>;
   constexpr int kAhead = Block::kAhead / kTiles, kBits = Traits<kFormat>::kBits,
                 kOuts = kGated ? kTileRows / 2 : kTileRows;
-  constexpr bool kHalves = kScalesHalves<kFormat>, kHasMinimums = Traits<kFormat>::kHasMinimums;
+  constexpr bool kHalves = Traits<kFormat>::kScalesHalves, kHasMinimums = Traits<kFormat>::kHasMinimums;
   static_assert(kBits == 8 || kHasMinimums, "which take off the excess");
   extern __shared__ __align__(16) char shared[];
   uint4* const operands = reinterpret_cast<uint4*>(shared);                       // [sub-block][m][4]
@@ -348,8 +343,7 @@ void launch_on_tensor_cores(GemvParams p, int x_width, const PackedMatrix& matri
   }
 }
 
-// ---- x of float32
-// ------------------------------------------------------------------------------------------
+// ---- x of float32 ----
 
 constexpr int kFloatWarps = 4;  // of a block: enough blocks for all SMs where features are few
 constexpr int kFloatThreads = kFloatWarps * kWarpSize;

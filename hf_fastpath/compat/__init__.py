@@ -130,7 +130,7 @@ from .hearing import hearing, is_logging, module_of, uncollected, unheard
 from .host_memory import lock_pages, unlock_pages
 from .imported import file_digest, functions_of, is_elsewhere, is_file_of, is_users, module_digest, unchanged_digest
 from .kernel_records import KernelRecord, kernel_records, put_marker
-from .layouts import layouts_hold
+from .layouts import layouts_hold, memory_of
 from .models import (
     FORWARD_NOTES,
     GENERATION_DEFAULTS,

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .layouts import memory_of
+
 #: what a layer keeps of an adapter that its forward does not read: they are in its matrices' sizes and its factor
 _UNREAD = frozenset({"r", "lora_alpha", "use_rslora"})
 #: attributes of a layer that say which adapters it has and which of them are active
@@ -219,7 +221,7 @@ def _of_layer(layer: nn.Module) -> ActiveAdapters:
         if scales[-1] is not None:
             del of_one["scaling"]
         kinds.append([(name, _kind(value, tensors)) for name, value in of_one.items() if name not in _UNREAD])
-    memories = tuple((each.untyped_storage()._cdata, int(each.storage_offset())) for each in tensors)
+    memories = tuple((memory_of(each), int(each.storage_offset())) for each in tensors)
     return ActiveAdapters((type(layer), kinds), tuple(tensors), memories, tuple(scales), _OF_ADAPTERS.union(held))
 
 

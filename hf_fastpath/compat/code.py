@@ -22,6 +22,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
+from .imported import functions_of
+
 #: packages whose functions our ops were compared with; ``kernels`` wraps functions of transformers
 _LIBRARIES = ("transformers", "torch", "kernels")
 #: (id of a function, its second home) -> the function, if it is known; kept because every call asks for every module
@@ -205,7 +207,7 @@ def names_written(cls: type) -> frozenset[str]:
     """Return the attributes that methods of a class write, other than ``__init__``."""
     found: set[str] = set()
     for name, value in vars(cls).items():
-        function = getattr(value, "__func__", getattr(value, "fget", value))
+        function = functions_of(value)[0]
         code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
         if code is not None and name != "__init__":
             found |= _names_in(code)[1]

@@ -106,7 +106,8 @@ def _imported(name: str) -> _Imported | None:
         elif is_elsewhere(code.co_filename):
             foreign.update(place.encode())
             foreign.update(marshal.dumps(code, 2))  # without marks of objects that are shared just now
-    if not name.startswith("transformers."):  # whose values come from files of one version
+    is_of_transformers = name.startswith("transformers.")  # whose values come from files of one version
+    if not is_of_transformers:
         for place, value in list(vars(module).items()):
             if isinstance(value, types.ModuleType):
                 other = getattr(value, "__file__", None) or ""
@@ -116,9 +117,8 @@ def _imported(name: str) -> _Imported | None:
                 foreign.update(place.encode() + held.digest)
             elif not place.startswith("__") and _is_plain(value):
                 foreign.update(f"{place}={value!r}".encode(errors="surrogatepass"))
-        return _Imported(found.digest, foreign.digest())
     known.found = _Imported(found.digest, foreign.digest())
-    if known.is_of_packages():
+    if is_of_transformers and known.is_of_packages():
         _known[path] = known
     return known.found
 

@@ -1,10 +1,15 @@
-"""Types, sizes and strides of many tensors at once."""
+"""Memory of tensors, and types, sizes and strides of many at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return what is the same of tensors that share memory, and of no others."""
+    return tensor.untyped_storage()._cdata
 
 
 def layouts_hold(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import (
 
 from .code import name_of, names_read
 from .folders import folders_of
+from .imported import functions_of
 
 #: errors that say nothing of a model: there may be more memory next time
 OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
@@ -145,7 +146,7 @@ def _names_in(module: str) -> frozenset[str]:
         if getattr(value, "__module__", None) != module:
             continue
         for each in vars(value).values() if isinstance(value, type) else [value]:
-            function = getattr(each, "__func__", getattr(each, "fget", each))
+            function = functions_of(each)[0]
             while function is not None:
                 if (code := getattr(function, "__code__", None)) is not None:
                     found |= names_read(code)

@@ -65,9 +65,10 @@ def factors(format: Format, scales: torch.Tensor) -> tuple[torch.Tensor, torch.T
     if record is None:
         return scale_values(format, scales), None
     rows = len(scales)
-    records = scales.clone(memory_format=torch.contiguous_format).view(rows, -1, record.nbytes)  # at an even address
+    records = scales.reshape(rows, -1, record.nbytes)
     if format.scale_dtype in _PAIRS:
-        pairs = records.view(torch.float16).float().view(rows, -1, 2)
+        at_even_address = records.clone(memory_format=torch.contiguous_format)
+        pairs = at_even_address.view(torch.float16).float().view(rows, -1, 2)
         return pairs[..., 0], _PAIRS[format.scale_dtype].minimum(pairs[..., 0], pairs[..., 1])
     of_block, of_groups = records[..., :4].contiguous().view(torch.float16).float(), records[..., 4:]
     if format.scale_dtype == "k_scales":

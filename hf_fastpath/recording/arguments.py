@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from ..decode.calls.named_calls import Call
-from .recorded_step import OwnPadding, Recording, Unrecordable, memory_of, read_by, registers_in
+from .recorded_step import OwnPadding, Recording, Unrecordable, read_by, registers_in
 from .skeleton import Skeleton
 from .step import record
 
@@ -89,5 +90,5 @@ def _identity(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_identity(each) for each in value]
     if isinstance(value, torch.Tensor):  # views of a weight are made anew in each recording
-        return memory_of(value), value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+        return compat.memory_of(value), value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
     return value

@@ -93,9 +93,7 @@ class NotedCode:
             self.modules.add(ran)
             if self.first_uses is not None:
                 self.first_uses.note(space.get("__name__", code.co_filename), space, space)
-            where = space.get("__name__", code.co_filename)
-            self._note(where, space, code.co_names)
-            self._note_imports(code, space)
+            self._note_code(code, space)
             self._watch = None
         except Exception as error:  # an exception in here would end the noting
             self._error = error
@@ -116,9 +114,12 @@ class NotedCode:
         code = getattr(function, "__code__", None)
         if code is not None and id(code) not in self._seen and compat.is_users(code.co_filename):
             self._seen[id(code)] = code
-            space = function.__globals__
-            self._note(space.get("__name__", code.co_filename), space, code.co_names)
-            self._note_imports(code, space)
+            self._note_code(code, function.__globals__)
+
+    def _note_code(self, code: types.CodeType, space: Mapping[str, Any]) -> None:
+        """Note what the names that code reads stand for."""
+        self._note(space.get("__name__", code.co_filename), space, code.co_names)
+        self._note_imports(code, space)
 
     def _note_module(self, module: types.ModuleType, names: Iterable[str]) -> None:
         """Note what ``names`` of a module stand for; of PyTorch's and Python's, numbers and texts alone."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .. import compat
 from ..decode.calls.named_calls import Call, Register, read_by
 from ..decode.ranks.rank_calls import shard_of
 from ..ops.decode_attention import MAX_QUERY_LEN
@@ -88,14 +89,14 @@ class Notes:
         """Note that ``tensor`` is what ``register`` holds from here on."""
         self._registers[id(tensor)] = register
         self._kept.append(tensor)
-        storage = tensor.untyped_storage()._cdata
+        storage = compat.memory_of(tensor)
         self._storages.setdefault(storage, []).append(register.index)
         if storage in self._written:
             self.mutated.add(register.index)
 
     def state(self, tensor: torch.Tensor) -> Register:
         """Return a register for a state, which calls of the step read and write in place."""
-        self._written.add(tensor.untyped_storage()._cdata)
+        self._written.add(compat.memory_of(tensor))
         return self.given(tensor)
 
     def encoded(self, k: torch.Tensor, v: torch.Tensor) -> EncodedLayer:
@@ -145,7 +146,7 @@ class Notes:
 
     def write(self, func: Any, arguments: dict[str, Any], target: torch.Tensor, out: Any) -> None:
         """Note a call that writes into ``target``; if nothing else shares the memory, one that gives a new tensor."""
-        storage = target.untyped_storage()._cdata
+        storage = compat.memory_of(target)
         if id(target) not in self._registers:
             raise Unrecordable(f"{func} writes into a tensor of the model")
         sharing = set(self._storages[storage])

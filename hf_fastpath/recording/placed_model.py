@@ -92,7 +92,7 @@ class Placement:
 
     def _memory(self, register: Register) -> int | None:
         fact = self._recording.fact(register)
-        return fact.untyped_storage()._cdata if isinstance(fact, torch.Tensor) else None
+        return compat.memory_of(fact) if isinstance(fact, torch.Tensor) else None
 
     def _is_final(self, register: Register) -> bool:
         """Whether no call from here on writes where a register's value is, so that a copy of the value serves."""
@@ -208,19 +208,17 @@ class PlacedModel(LocalRecordedModel):
     @functools.cached_property
     def _weights(self) -> dict[int, tuple[int, torch.device]]:
         """Storage of each parameter, and of quants in the place of one -> bytes, and where calls read it."""
-        found = {
-            each.untyped_storage()._cdata: (each.nbytes, self.device_of(each)) for each in self.module.parameters()
-        }
+        found = {compat.memory_of(each): (each.nbytes, self.device_of(each)) for each in self.module.parameters()}
         for path in self._looked_at.skeleton.quantized:
             layer: Any = self.module.get_submodule(path)
             quants = layer.quants
-            found[quants.untyped_storage()._cdata] = quants.nbytes, self.device_of(quants)
+            found[compat.memory_of(quants)] = quants.nbytes, self.device_of(quants)
         return found
 
     @functools.cached_property
     def _buffers(self) -> dict[int, torch.device]:
         """Storage of each buffer -> where calls read it."""
-        return {each.untyped_storage()._cdata: self.device_of(each) for each in self.module.buffers()}
+        return {compat.memory_of(each): self.device_of(each) for each in self.module.buffers()}
 
     def placement(self, recording: Recording) -> Placement:
         """Return where the calls of one of the model's recordings run.
@@ -229,13 +227,13 @@ class PlacedModel(LocalRecordedModel):
             Misplaced: the weights lie so that there is no such place.
         """
         if id(recording) not in self._placements:
-            weight = lambda tensor: self._weights.get(tensor.untyped_storage()._cdata)  # noqa: E731
+            weight = lambda tensor: self._weights.get(compat.memory_of(tensor))  # noqa: E731
             self._placements[id(recording)] = Placement(recording, weight, self.home)
         return self._placements[id(recording)]
 
     def read_at(self, tensor: torch.Tensor) -> torch.device | None:
         """Return where calls read a tensor that they hold; None if a call on any device can read it."""
-        storage = tensor.untyped_storage()._cdata
+        storage = compat.memory_of(tensor)
         if (weight := self._weights.get(storage)) is not None:
             return weight[1]
         is_number = tensor.dim() == 0 and tensor.device.type == "cpu"
@@ -261,7 +259,7 @@ class PlacedModel(LocalRecordedModel):
         """Storages of what the calls of a step hold."""
         recording = self.recording(1, 1)
         held = map(StandIns(recording).tensors_in, recording.calls)
-        return {each.untyped_storage()._cdata for tensors in held for each in tensors}
+        return {compat.memory_of(each) for tensors in held for each in tensors}
 
     @functools.cached_property
     def host_weights(self) -> list[list[torch.Tensor]]:
@@ -272,7 +270,7 @@ class PlacedModel(LocalRecordedModel):
             waiting = [each for each in own if each is not None and each in self._waiting]
             layer = _IN_LIST.match(f"{path}.")
             group = groups.setdefault("" if layer is None else layer.group(), [])
-            group += [each for each in waiting if each.untyped_storage()._cdata in self._read]
+            group += [each for each in waiting if compat.memory_of(each) in self._read]
         return list(groups.values())
 
     @property
@@ -290,7 +288,7 @@ class PlacedModel(LocalRecordedModel):
 
     def _table_reason(self) -> str | None:
         tables = (each for each in self.module.modules() if isinstance(each, nn.Embedding))
-        return self._waiting.table_reason(each for each in tables if each.weight.untyped_storage()._cdata in self._read)
+        return self._waiting.table_reason(each for each in tables if compat.memory_of(each.weight) in self._read)
 
 
 class RecordedAlone(Recorded):

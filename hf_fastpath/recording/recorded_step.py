@@ -257,11 +257,6 @@ class Recording:
         self._read = []
 
 
-def memory_of(tensor: torch.Tensor) -> int:
-    """Return what is the same of tensors that share memory, and of no others."""
-    return tensor.untyped_storage()._cdata
-
-
 def is_effect(call: Call) -> bool:
     """Whether a call changes what lies outside of its result."""
     return call.op in marks.EFFECTS or is_mutable(call.op)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import choices
+from .. import choices, compat
 from ..decode.calls.named_calls import Call, HeadNorms, Norm, Register
 from ..decode.model.weight import AdaptedWeight, Adapter, PlainWeight
 from ..decode.state.named_walk import names_of_tensors
@@ -26,7 +26,7 @@ from . import formulas_as_data, marks
 from .errors import NotData
 from .numbers_of_lengths import FloatOfLength, IntOfLength, sizes_of
 from .passes.angle_formulas import AngleFormula
-from .recorded_step import BiasTable, EncodedLayer, MadeOfModel, Recording, memory_of
+from .recorded_step import BiasTable, EncodedLayer, MadeOfModel, Recording
 from .skeleton import home
 from .text_lengths import Served
 from .token_rows import ROWS
@@ -71,10 +71,10 @@ class _Writer:
         self._bases: dict[int, torch.Tensor] = {}  # storage -> the first named tensor with it
         for index in self._names:
             if index in named and not named[index].is_meta:
-                self._bases.setdefault(memory_of(named[index]), named[index])
-        self._stand_ins = {memory_of(matrix): place for place, (matrix, _) in enumerate(recording.stand_ins)}
+                self._bases.setdefault(compat.memory_of(named[index]), named[index])
+        self._stand_ins = {compat.memory_of(matrix): place for place, (matrix, _) in enumerate(recording.stand_ins)}
         self._made_of_model = {
-            memory_of(each.tensor): place
+            compat.memory_of(each.tensor): place
             for place, each in enumerate(recording.values)
             if isinstance(each, MadeOfModel)
         }
@@ -201,7 +201,7 @@ class _Writer:
             return {"tensor": name}
         if isinstance(tensor, FakeTensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
             raise NotData(f"a tensor of {type(tensor).__name__}")
-        memory = memory_of(tensor)
+        memory = compat.memory_of(tensor)
         if tensor.is_meta:
             if memory not in self._stand_ins:
                 raise NotData("a tensor without data")

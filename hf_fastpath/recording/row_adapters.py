@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .. import compat
 from ..decode.calls.named_calls import tensors_in
 from ..decode.model.weight import AdaptedWeight
 from ..reasons import Cause
-from .recorded_step import memory_of
 
 
 def reason_against(self: Any, batch: int, numbers: Mapping[int, int]) -> Cause | None:
@@ -19,9 +19,14 @@ def reason_against(self: Any, batch: int, numbers: Mapping[int, int]) -> Cause |
         batch, numbers: see there.
     """
     recording = self.recording(batch, 1)
-    of_adapters = {memory_of(each) for layer in self._looked_at.adapters.values() for each in layer.tensors}
+    of_adapters = {compat.memory_of(each) for layer in self._looked_at.adapters.values() for each in layer.tensors}
     calls = [*recording.calls, *(call for value in recording.values for call in value.calls)]
-    if any(memory_of(each) in of_adapters for call in calls for each in tensors_in(call.arguments) if not each.is_meta):
+    if any(
+        compat.memory_of(each) in of_adapters
+        for call in calls
+        for each in tensors_in(call.arguments)
+        if not each.is_meta
+    ):
         return Cause("adapter_names", "an adapter that is more than LoRA beside a product", self.source)
     weights = [weight for _, weight in recording.stand_ins if isinstance(weight, AdaptedWeight)]
     if any(adapter.down.data_ptr() not in numbers for weight in weights for adapter in weight.adapters):

@@ -196,8 +196,8 @@ def _with_own_memory(tensors: list[torch.Tensor]) -> set[int]:
     plain = {id(each): each for each in tensors if type(each) in (torch.Tensor, nn.Parameter)}
     plain = {name: each for name, each in plain.items() if each.layout is torch.strided and not each.is_quantized}
     plain = {name: each for name, each in plain.items() if not (each.is_conj() or each.is_neg())}
-    memories = Counter(each.untyped_storage()._cdata for each in plain.values())
-    return {name for name, each in plain.items() if memories[each.untyped_storage()._cdata] == 1}
+    memories = Counter(compat.memory_of(each) for each in plain.values())
+    return {name for name, each in plain.items() if memories[compat.memory_of(each)] == 1}
 
 
 def home(model: nn.Module) -> torch.device:

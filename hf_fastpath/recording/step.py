@@ -283,7 +283,7 @@ def _record(
         linears=_linears_by_input(noting),
         readers=_readers(noting),
         is_unpadded=noting.is_unpadded,
-        live={each.untyped_storage()._cdata for each in (*skeleton.plain, *skeleton.code.tensors())},
+        live={compat.memory_of(each) for each in (*skeleton.plain, *skeleton.code.tensors())},
         served=_served(noting, windows),
         stand_ins=[(each, skeleton.model.get_submodule(path).packed) for path, each in skeleton.quantized.items()],
     )

@@ -11,7 +11,7 @@ import torch
 from .. import compat
 from ..decode.calls.named_calls import Call
 from ..decode.model.weight import AdaptedWeight, Adapter
-from .recorded_step import BiasTable, MadeOfModel, Recording, memory_of
+from .recorded_step import BiasTable, MadeOfModel, Recording
 
 
 def adopt(self: Any, kept: Any, differs: Sequence[str]) -> bool:
@@ -96,7 +96,7 @@ class Swap:
             return replace(value, calls=calls)
         made = torch.empty_like(value.tensor)
         self._instead[id(value.tensor)] = made
-        self._of_memory[memory_of(value.tensor)] = int(value.tensor.storage_offset()), made
+        self._of_memory[compat.memory_of(value.tensor)] = int(value.tensor.storage_offset()), made
         return replace(value, calls=calls, tensor=made)
 
     def _calls(self, calls: Sequence[Call]) -> list[Call]:
@@ -118,7 +118,7 @@ class Swap:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if (other := self._instead.get(id(tensor))) is not None:
             return other
-        pair = None if tensor.is_meta else self._of_memory.get(memory_of(tensor))
+        pair = None if tensor.is_meta else self._of_memory.get(compat.memory_of(tensor))
         if pair is None:
             return tensor
         begin, other = pair  # of which this is a view
@@ -126,7 +126,7 @@ class Swap:
         return other.detach().as_strided(tensor.shape, tensor.stride(), offset)
 
     def _is_of_adapters(self, tensor: torch.Tensor) -> bool:
-        return not tensor.is_meta and memory_of(tensor) in self._of_memory
+        return not tensor.is_meta and compat.memory_of(tensor) in self._of_memory
 
     def _weight(self, weight: Any) -> Any:
         if not isinstance(weight, AdaptedWeight):

@@ -141,7 +141,7 @@ class NamedWalk(Walk):
             if value.is_meta:
                 return name, facts, value.stride()
             offset = int(value.storage_offset())
-            first, begin = self._memories.setdefault(value.untyped_storage()._cdata, (name, offset))
+            first, begin = self._memories.setdefault(compat.memory_of(value), (name, offset))
             return name, facts, value.stride(), first, offset - begin
         elif value.nbytes <= _MOST_BYTES and not value.is_meta:
             return facts, value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()

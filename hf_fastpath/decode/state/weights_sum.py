@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ... import compat
+
 #: words of eight bytes that are summed before they are weighted by their place
 _BLOCK = 512
 #: of so many blocks one is also summed word by word
@@ -61,9 +63,9 @@ def begin_sum(tensors: Iterable[torch.Tensor]) -> PendingSum:
     known = set()
     with torch.no_grad(), torch.inference_mode(False):
         for tensor in _plain(tensors):
-            if tensor.is_meta or tensor.untyped_storage()._cdata in known:
+            if tensor.is_meta or compat.memory_of(tensor) in known:
                 continue
-            known.add(tensor.untyped_storage()._cdata)
+            known.add(compat.memory_of(tensor))
             pieces.setdefault(tensor.device, []).extend(_sums(tensor.untyped_storage(), tensor.device))
         totals = [_total(torch.cat(each)) for each in pieces.values()]
     return PendingSum(totals)

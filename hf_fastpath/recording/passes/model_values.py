@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ... import compat
 from ...decode.calls.named_calls import Call, Register, tensors_in
 from .. import marks
 from ..numbers_of_lengths import follows_length
@@ -22,7 +23,7 @@ def model_values(recording: Recording, model: nn.Module) -> None:
     It keeps vectors, and what is much smaller than what it is made of, so that memory hardly grows. Factors that are
     one number for all features stay, as do views, which are the parameters themselves.
     """
-    parameters = {each.untyped_storage()._cdata for each in model.parameters() if not each.is_meta}
+    parameters = {compat.memory_of(each) for each in model.parameters() if not each.is_meta}
     of_model = _made_of_model(recording)
     read = {each.index: each for call in recording.calls if call.out.index not in of_model for each in read_by(call)}
     instead: dict[int, torch.Tensor] = {}
@@ -68,7 +69,7 @@ def _is_worth_it(recording: Recording, register: Register, held: list[torch.Tens
         return False
     if any(each.is_meta or (each.device != fact.device and each.dim()) for each in sources):
         return False
-    if not any(each.untyped_storage()._cdata in parameters for each in sources):
+    if not any(compat.memory_of(each) in parameters for each in sources):
         return False
     is_vector = max(fact.shape) == fact.numel()
     return is_vector or _SMALLER * fact.numel() <= sum(each.numel() for each in sources)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import compat
 from ...decode.calls.named_calls import Call, Register, bound, tensors_in
 from ..recorded_step import Recording, read_by, registers_in
 from .lengths import follows_length
@@ -55,7 +56,7 @@ _NEW_EACH_TIME = ("empty", "new_empty", "rand", "zeros", "full", "ones")
 def constants(recording: Recording, model: nn.Module) -> None:
     """Pass: compute what is made of numbers alone once; the model's tensors may change, so what reads one stays."""
     values: dict[int, Any] = {}
-    own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())} | recording.live
+    own = {compat.memory_of(each) for each in (*model.parameters(), *model.buffers())} | recording.live
     for call in list(recording.calls):
         if not isinstance(call.op, torch._ops.OpOverload) or call.out.index in recording.mutated:
             continue
@@ -82,12 +83,12 @@ def _beside(value: Any, device: torch.device, own: set[int]) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(each, torch.Tensor) for each in value):
         return [_beside(each, device, own) for each in value]
     is_number = isinstance(value, torch.Tensor) and value.device.type == "cpu" != device.type
-    return value.to(device) if is_number and value.untyped_storage()._cdata not in own else value
+    return value.to(device) if is_number and compat.memory_of(value) not in own else value
 
 
 def _holds(own: set[int], call: Call) -> bool:
     """Whether a call holds a tensor of the model's, or what stands for a quantized one."""
-    return any(each.is_meta or each.untyped_storage()._cdata in own for each in tensors_in(call.arguments))
+    return any(each.is_meta or compat.memory_of(each) in own for each in tensors_in(call.arguments))
 
 
 def no_change(recording: Recording, model: nn.Module) -> None:
