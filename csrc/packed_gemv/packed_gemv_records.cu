@@ -97,17 +97,18 @@ struct RecordsLayout {
 template <PackedFormat kFormat>
 struct LaneBlock {
   static constexpr int kBits = Traits<kFormat>::kBits, kPlaces = kBits, kLoads = kBits / 4;
-  static constexpr int kAhead = 16 / kBits;  // blocks that a lane has under way: of 8 KB a warp
+  static constexpr int kAhead = 16 / kBits;       // blocks that a lane has under way: of 8 KB a warp
+  static constexpr int kAheadOfRows = 8 / kBits;  // beside several rows of x, for which it needs registers
   uint4 raw[2][kLoads];
   Record<kFormat> record[2];
 
-  __device__ __forceinline__ void load(const PackedMatrix& matrix, const uint4* quants,
-                                       const int64_t (&rows)[2], int block, int q) {
+  __device__ __forceinline__ void load(const PackedMatrix& matrix, const uint4* quants, const int (&rows)[2],
+                                       int block, int q) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i)
-        raw[h][i] = __ldcs(quants + (rows[h] * matrix.blocks + block) * kPlaces + q + 4 * i);
+        raw[h][i] = __ldcs(quants + (int64_t(rows[h]) * matrix.blocks + block) * kPlaces + q + 4 * i);
       record[h].load(matrix, rows[h], block);
     }
   }
@@ -163,11 +164,11 @@ __device__ __forceinline__ void load_x(const GemvParams& p, int width, const Rec
 }
 
 template <class T, PackedFormat kFormat, int kTiles, bool kOne, bool kGated>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
     packed_gemv_records_mma_kernel(const __grid_constant__ GemvParams p, PackedMatrix matrix, int x_width,
                                    RecordsLayout layout) {
   using Block = LaneBlock<kFormat>;
-  constexpr int kAhead = Block::kAhead / kTiles, kBits = Traits<kFormat>::kBits,
+  constexpr int kAhead = kOne ? Block::kAhead : Block::kAheadOfRows, kBits = Traits<kFormat>::kBits,
                 kOuts = kGated ? kTileRows / 2 : kTileRows;
   constexpr bool kHalves = Traits<kFormat>::kScalesHalves, kHasMinimums = Traits<kFormat>::kHasMinimums;
   static_assert(kBits == 8 || kHasMinimums, "which take off the excess");
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int tiles = (p.n + kOuts - 1) / kOuts;
   const int m = kOne ? 1 : layout.m, columns = kOne ? 2 : layout.columns;
   const auto* const quants = static_cast<const uint4*>(p.segments[0].weight);
-  const auto find_rows = [&](int tile, int64_t (&rows)[2]) {
+  const auto find_rows = [&](int tile, int (&rows)[2]) {
     rows[0] = min(tile * kOuts + g, p.n - 1);
     rows[1] = kGated ? rows[0] + p.n : min(tile * kOuts + g + 8, p.n - 1);
   };
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   allow_next_kernel();
   Block under_way[kAhead];
-  int64_t rows[2];
+  int rows[2];
   int tile = blockIdx.x;
   if (tile < tiles) {
     find_rows(tile, rows);
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           under_way[u].load(matrix, quants, rows, after, q);
         } else if (next < tiles) {  // the next tile's, at its beginning
           after = warp + u * kWarps;
-          int64_t others[2];
+          int others[2];
           find_rows(next, others);
           under_way[u].load(matrix, quants, others, after, q);
         }
