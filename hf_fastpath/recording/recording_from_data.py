@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import choices
 from ..decode.calls.named_calls import Call, Register
@@ -18,6 +18,7 @@ from ..decode.state.named_walk import names_of_tensors
 from ..quantization import FORMATS
 from . import formulas_as_data, marks
 from .errors import NotData
+from .fake_mode import FakeMode
 from .numbers_of_lengths import FloatOfLength, IntOfLength
 from .recorded_step import MadeOfModel, Recording
 from .recording_as_data import MADE, OF_TORCH, OPS
@@ -48,7 +49,7 @@ class _Reader:
         held = {id(each): each for each in (*model.parameters(), *model.buffers())}
         self._tensors = {name: held[index] for index, name in names.items() if index in held}
         self._registers: dict[int, Register] = {}
-        self._mode = FakeTensorMode()
+        self._mode = FakeMode()
         self._kinds = [self._like(each) for each in data["kinds"]]
         self._stand_ins: list[tuple[torch.Tensor, Any]] = []
         self._memories: list[torch.Tensor | None] = []

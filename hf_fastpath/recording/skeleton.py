@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
@@ -24,6 +24,7 @@ from ..decode.state.python_state import Walk
 from ..decode.state.snapshot import differences
 from ..decode.state.watch import Watch
 from ..ops.decode_attention import MAX_QUERY_LEN
+from .fake_mode import FakeMode
 from .first_uses import FirstUses
 from .noted_code import NotedCode
 from .recorded_step import Unrecordable
@@ -61,7 +62,7 @@ class Skeleton:
     ):
         self.model, self.code = model, NotedCode() if code is None else code
         self.env = new_env()
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.env)
+        self.mode = FakeMode(allow_non_fake_inputs=True, shape_env=self.env)
         self.device = home(model)  # where all tensors of the copy claim to be
         self.real: dict[int, torch.Tensor] = {}  # id of a tensor without data -> the model's own
         #: name of a quantized layer -> a matrix without data that stands for its weight
