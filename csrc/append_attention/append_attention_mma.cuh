@@ -169,8 +169,7 @@ void launch_mma(const AppendAttentionParams& p, const AppendAttentionPlan& plan,
   const int row_tiles = (rows_per_kv_head(p) + Tiles::kRows - 1) / Tiles::kRows;
   const dim3 grid(plan.splits, p.num_kv_heads * row_tiles, p.batch), block(kMmaThreads);
   const size_t smem_bytes = Tiles::kBytes;
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              static_cast<int>(smem_bytes)));
+  allow_shared_memory(kernel, smem_bytes);
   HF_FASTPATH_CUDA_CHECK(
       launch_clusters(kernel, grid, block, smem_bytes, stream, p.programmatic_launch, 1, p, plan));
 }

@@ -300,8 +300,7 @@ void launch_wgmma(const AppendAttentionParams& p, const AppendAttentionPlan& pla
       {uint64_t(p.head_dim), capacity, heads},
       {row_bytes, capacity * row_bytes},
       {64, Tiles::kPositions, 1}};
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              static_cast<int>(smem_bytes)));
+  allow_shared_memory(kernel, smem_bytes);
   HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.programmatic_launch,
                                          plan.cluster, p, plan, tensor_map(p.k_cache, shape),
                                          tensor_map(p.v_cache, shape)));

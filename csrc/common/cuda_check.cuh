@@ -3,8 +3,11 @@
 
 #include <cuda_runtime.h>
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace hf_fastpath {
 
@@ -31,6 +34,26 @@ inline int shared_bytes_of_block() {
   HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
   HF_FASTPATH_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   return bytes;
+}
+
+// Lets blocks of a kernel have so many bytes of dynamic shared memory on the current device. What a kernel
+// may have only grows: another thread may be about to launch it with more.
+inline void allow_shared_memory(const void* kernel, size_t bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> allowed;
+  int device = 0;
+  HF_FASTPATH_CUDA_CHECK(cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t& most = allowed[{kernel, device}];
+  if (bytes <= most) return;
+  HF_FASTPATH_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  most = bytes;
+}
+
+template <class... Params>
+void allow_shared_memory(void (*kernel)(Params...), size_t bytes) {
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
 }
 
 }  // namespace hf_fastpath

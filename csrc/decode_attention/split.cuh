@@ -209,8 +209,7 @@ inline dim3 split_grid(const DecodeAttentionParams& p, int rows_per_block, int b
 
 inline void launch_attention(void (*kernel)(DecodeAttentionParams), dim3 grid, dim3 block, size_t smem_bytes,
                              cudaStream_t stream, const DecodeAttentionParams& p) {
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              static_cast<int>(smem_bytes)));
+  allow_shared_memory(kernel, smem_bytes);
   HF_FASTPATH_CUDA_CHECK(
       launch_programmatic(kernel, grid, block, smem_bytes, stream, p.programmatic_launch, p));
 }

@@ -314,7 +314,7 @@ void launch(ClusterBlockParams p, cudaStream_t stream) {
       tiles_of<T>(p.second_weight, inner, kHidden, p.second_stride, 1, S::Second::kRows, S::Second::kColumns);
   const auto kernel = cluster_kernel<T, kHidden, kAttention>;
   constexpr int kBytes = int(sizeof(typename S::Shared));
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared_memory(kernel, kBytes);
   const int clusters = kAttention ? p.heads : kMlpClusters;
   HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, dim3(clusters * kClusterSize), dim3(kClusterBlockThreads),
                                          kBytes, stream, p.programmatic_launch, kClusterSize, p));

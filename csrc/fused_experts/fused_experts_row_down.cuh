@@ -129,7 +129,7 @@ void launch_row_down(const FusedExpertsParams& p, const DownPlan& plan, cudaStre
   const auto kernel = down_row_kernel<T, kPerLane>;
   const int places = p.top_k + p.shared.places;
   const int bytes = kDownWarps * plan.slots * (plan.row_bytes + 8) + 16 + places * plan.row_bytes;
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allow_shared_memory(kernel, bytes);
   const dim3 grid((p.hidden_size + kDownWarps - 1) / kDownWarps);
   // The kernel in front is our own: it writes nothing that is read early.
   HF_FASTPATH_CUDA_CHECK(

@@ -116,8 +116,7 @@ RingLaunch plan_ring(const GemvParams& p, const RopeAppendParams* rope, int row_
 // Launches a kernel over a ring.
 inline void launch_ring(void (*kernel)(GemvParams, RopeAppendParams, RingPlan), const RingLaunch& as,
                         const GemvParams& p, const RopeAppendParams* rope, cudaStream_t stream) {
-  HF_FASTPATH_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, as.smem_bytes));
+  allow_shared_memory(kernel, as.smem_bytes);
   HF_FASTPATH_CUDA_CHECK(launch_programmatic(
       kernel, dim3(as.grid), dim3(has_hopper_code() ? kRingThreads : kRingConsumers), as.smem_bytes, stream,
       p.programmatic_launch, p, rope ? *rope : RopeAppendParams{}, as.plan));

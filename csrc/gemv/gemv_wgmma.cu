@@ -84,7 +84,7 @@ void launch_parts(const GemvParams& p, const WgmmaPlan& plan, cudaStream_t strea
         rows_map(p, p.segments[of].weight, segment_end(p, of) - first, p.segments[of].stride, plan.rows);
   }
   const auto kernel = gemv_wgmma_kernel<T, kX, kParts>;
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.all));
+  allow_shared_memory(kernel, plan.all);
   const int places = multiprocessor_count() / plan.split;
   const dim3 grid(std::min(plan.tiles, places) * plan.split);
   HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, dim3(kThreads), plan.all, stream,

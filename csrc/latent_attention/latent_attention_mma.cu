@@ -324,8 +324,7 @@ void launch(const LatentSplits& s, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>((p.heads + kRows - 1) / kRows);
   const dim3 grid(s.splits, blocks, static_cast<unsigned>(p.batch)), block(kThreads);
   const bool programmatic_launch = true;  // else the kernel waits before it reads
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(latent_mma_kernel<T, kRank, kRope>,
-                                              cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared_memory(latent_mma_kernel<T, kRank, kRope>, kBytes);
   HF_FASTPATH_CUDA_CHECK(launch_programmatic(latent_mma_kernel<T, kRank, kRope>, grid, block, kBytes, stream,
                                              programmatic_launch, s));
 }

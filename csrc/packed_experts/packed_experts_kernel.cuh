@@ -190,7 +190,7 @@ void launch_experts_variant(const PackedExpertsProduct& p, cudaStream_t stream) 
   const int phase_blocks = (blocks + phases - 1) / phases;
   const int bytes = kColumns * column_units<kColumns>(phase_blocks) * 16;
   const auto kernel = packed_experts_kernel<T, kFormat, kColumns, kGated>;
-  HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allow_shared_memory(kernel, bytes);
   // The kernel in front of down is our own: it writes nothing that is read early.
   HF_FASTPATH_CUDA_CHECK(launch_programmatic(kernel, grid, dim3(kExpertsThreads), size_t(bytes), stream,
                                              !kGated || p.programmatic_launch, p, phase_blocks, splits));

@@ -36,12 +36,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int part = 0; part < kParts; ++part)
     rows[part] = first + (kGated && p.alternating ? 2 * int64_t(n) + part : n + int64_t(part) * p.features);
   const T* const x = static_cast<const T*>(p.x) + int64_t(kGated ? choice / p.choices.top_k : choice) * p.k;
-  float sums[kParts][1] = {};
+  std::conditional_t<sizeof(T) == 4, double, float> sums[kParts][1] = {};  // float32 x keeps every bit
   add_record_products<kFormat, kWhole>(p.matrix, p.quants, rows, p.k, [&](int) { return x; }, sums);
   float all[kParts];
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    all[part] = sum_of_lanes<T>(sums[part][0]) * p.matrix.multiplier;
+    all[part] = sum_of_lanes(sums[part][0]) * p.matrix.multiplier;
     if (p.bias != nullptr) all[part] += to_float(static_cast<const T*>(p.bias)[rows[part]]);
   }
   if (threadIdx.x % kWarpSize != 0) return;

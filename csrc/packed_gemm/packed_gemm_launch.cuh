@@ -41,8 +41,7 @@ void launch_gemm_tile(const PackedGemmParams& p, const PackedGemmPlan& plan, cha
   share.flags = reinterpret_cast<unsigned long long*>(workspace + plan.partial_bytes);
   share.ticket = next_gemm_ticket();
   const auto kernel = packed_gemm_kernel<T, kFormat, Tile>;
-  HF_FASTPATH_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
+  allow_shared_memory(kernel, Tile::kBytes);
   HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, dim3(plan.clusters * kGemmCluster), dim3(Tile::kThreads),
                                          Tile::kBytes, stream, p.programmatic_launch, kGemmCluster, share,
                                          matrix, x, quants, out, static_cast<const T*>(p.bias),

@@ -199,8 +199,7 @@ void launch_planned(const GemvParams& p, const RopeAppendParams* rope, PackedPla
       has_hopper_code() ? maps_of<kFormat, kLinesOf<T, kColumns, kPrepared>>(p, plan) : PackedMaps{};
   with_ring_end(p, rope, [&](auto end) {
     const auto kernel = packed_gemv_kernel<T, kFormat, kColumns, decltype(end)::value, kPrepared>;
-    HF_FASTPATH_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, as.smem_bytes));
+    allow_shared_memory(kernel, as.smem_bytes);
     HF_FASTPATH_CUDA_CHECK(launch_clusters(
         kernel, dim3(as.grid), dim3(has_hopper_code() ? kRingThreads : kRingConsumers), as.smem_bytes, stream,
         p.programmatic_launch, plan.ranks, p, rope ? *rope : RopeAppendParams{}, plan, maps));

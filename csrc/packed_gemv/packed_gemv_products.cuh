@@ -107,10 +107,10 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
   constexpr bool kEachHalf = Traits<kFormat>::kTogether == 2;     // or two have
   BlockWords<kFormat> words;
   words.load(reader, rows, block);
-  // Tensor cores cut sums off: those of a float32 x are halves, and what the first float16 of a table's
+  // Tensor cores cut sums off: those of a float32 x are short, and what the first float16 of a table's
   // values leave is summed by itself, where it is not cut off beside larger products.
-  constexpr int kChains = sizeof(T) == 4 ? 2 : 1;
   constexpr bool kHasRest = kTermsOf<T, kFormat> == 2;
+  constexpr int kChains = sizeof(T) == 2 ? 1 : kHasRest || kEachHalf || kEachSubBlock ? 2 : 4;
   float c[kChains][kTiles][4] = {};
   float c_rest[kHasRest ? kTiles : 1][4] = {};
 #pragma unroll
@@ -160,6 +160,7 @@ __device__ __forceinline__ void add_block(const Reader& reader, const TileRows& 
       for (int i = 0; i < 4; ++i) {
         float all = c[0][t][i];
         if constexpr (kChains == 2) all += c[1][t][i];
+        if constexpr (kChains == 4) all = (all + c[1][t][i]) + (c[2][t][i] + c[3][t][i]);
         if constexpr (!kFloats && !kCentered) {
           const float of_column = i % 2 ? over.y : over.x;
           all =

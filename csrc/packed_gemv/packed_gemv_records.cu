@@ -309,8 +309,7 @@ template <class T, PackedFormat kFormat, int kTiles, bool kOne, bool kGated>
 void launch_mma(const GemvParams& p, int x_width, const PackedMatrix& matrix, cudaStream_t stream) {
   const RecordsLayout layout(p.m, matrix.blocks);
   const auto kernel = packed_gemv_records_mma_kernel<T, kFormat, kTiles, kOne, kGated>;
-  HF_FASTPATH_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.bytes));
+  allow_shared_memory(kernel, layout.bytes);
   constexpr int kOuts = kGated ? kTileRows / 2 : kTileRows;
   const int most = multiprocessor_count() * (layout.bytes <= kTwoBlocksBytes ? 2 : 1);
   const dim3 grid(std::min((p.n + kOuts - 1) / kOuts, most));
@@ -356,7 +355,7 @@ __global__ void __launch_bounds__(kFloatThreads)
   const int n = blockIdx.x * kFloatWarps + threadIdx.x / kWarpSize, first_m = blockIdx.y * kX;
   if (n >= p.n) return;
   const float* const x = static_cast<const float*>(p.x);
-  float sums[kParts][kX] = {};
+  double sums[kParts][kX] = {};
   int64_t rows[kParts];
 #pragma unroll
   for (int part = 0; part < kParts; ++part) rows[part] = n + int64_t(part) * p.n;
@@ -366,8 +365,7 @@ __global__ void __launch_bounds__(kFloatThreads)
   for (int m = 0; m < kX; ++m) {
     float all[kParts];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      all[part] = sum_of_lanes<float>(sums[part][m]) * matrix.multiplier;
+    for (int part = 0; part < kParts; ++part) all[part] = sum_of_lanes(sums[part][m]) * matrix.multiplier;
     const int row = first_m + m;
     if (threadIdx.x % kWarpSize != 0 || row >= p.m) continue;
     if constexpr (kGated) {

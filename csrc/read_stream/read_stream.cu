@@ -235,8 +235,7 @@ void launch(const T* data, int64_t count, ReadVariant variant, float* out, cudaS
     case ReadVariant::kBulk:
       grid.x = static_cast<unsigned>(multiprocessor_count());
       smem_bytes = static_cast<size_t>(kStages) * kSlotBytes;
-      HF_FASTPATH_CUDA_CHECK(cudaFuncSetAttribute(
-          read_bulk_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)));
+      allow_shared_memory(read_bulk_kernel<T>, smem_bytes);
       read_bulk_kernel<T><<<grid, block, smem_bytes, stream>>>(span, out);
       break;
   }

@@ -96,10 +96,10 @@ __device__ __forceinline__ void load_inputs(const T* from, int left, float (&to)
 
 // Adds to sums[part][m] the lane's part of the product of row rows[part] of the weight and x_of(m), a row of
 // `width` values. kWhole: as of load_inputs().
-template <PackedFormat kFormat, bool kWhole, int kParts, int kX, class XOf>
+template <PackedFormat kFormat, bool kWhole, int kParts, int kX, class XOf, class Sum>
 __device__ __forceinline__ void add_record_products(const PackedMatrix& matrix, const void* all_quants,
                                                     const int64_t (&rows)[kParts], int width, const XOf& x_of,
-                                                    float (&sums)[kParts][kX]) {
+                                                    Sum (&sums)[kParts][kX]) {
   constexpr int kBits = Traits<kFormat>::kBits, kNeighbors = 32 / kBits;
   constexpr int kLanes = kBits;  // of a block, 16 bytes each: a word of each sub-block
   constexpr bool kIsFloat = std::is_same_v<decltype(x_of(0)), const float*>;
@@ -146,9 +146,9 @@ __device__ __forceinline__ void add_record_products(const PackedMatrix& matrix, 
           } else {
 #pragma unroll
             for (int i = 0; i < kNeighbors; ++i) dot = fmaf(quant[part][i], given[i], dot);
-            sums[part][m] = fmaf(factors[part].x, dot, sums[part][m]);
+            sums[part][m] = fma(Sum(factors[part].x), Sum(dot), sums[part][m]);
             if constexpr (Traits<kFormat>::kHasMinimums)
-              sums[part][m] = fmaf(factors[part].y, of_x, sums[part][m]);
+              sums[part][m] = fma(Sum(factors[part].y), Sum(of_x), sums[part][m]);
           }
         }
       }
@@ -156,10 +156,9 @@ __device__ __forceinline__ void add_record_products(const PackedMatrix& matrix, 
   }
 }
 
-// The sum over all lanes, the same in each; a float32 x keeps every bit of a lane's sum.
-template <class T>
-__device__ __forceinline__ float sum_of_lanes(float of_lane) {
-  std::conditional_t<sizeof(T) == 4, double, float> all = of_lane;
+// The sum over all lanes, the same in each.
+template <class Sum>
+__device__ __forceinline__ float sum_of_lanes(Sum all) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) all += __shfl_xor_sync(kAllLanes, all, offset);
   return static_cast<float>(all);

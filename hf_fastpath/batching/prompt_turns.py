@@ -1,10 +1,10 @@
 """Prompts beside steps: one at a time, in chunks, between which the rows that decode have their share of the time.
 
 A prompt that is read at once may stall every row for as long as it takes. So it is cut into chunks that take about as
-long as a step, as far as that is no waste. How many steps end while a chunk is read tells how much of their speed the
-rows have kept: all of it where steps run on other cores, nothing where a chunk takes all cores. If that was less than
-half, the reader waits until it is half: as long as the chunk has taken where rows stood still. Where more prompts wait
-than rows go on, as at the beginning of many calls, rows have that much less.
+long as a step, or on a GPU so long that starting their kernels does not matter. How many steps end while a chunk is read
+tells how much of their speed the rows have kept: all of it where steps run on other cores, nothing where a chunk takes
+all cores. If that was less than half, the reader waits until it is half: as long as the chunk has taken where rows stood
+still. Where more prompts wait than rows go on, as at the beginning of many calls, rows have that much less.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from ..decode.run.to_host import wait_for
 #: tokens of a chunk at least: with fewer, products of a CPU take longer for each token, and on a GPU the launches of a
 #: chunk's calls take as long
 LEAST = {"cpu": 64, "cuda": 256}
-#: and at most
+#: seconds that a chunk takes at least where its launches take some milliseconds, whatever it holds
+LEAST_S = {"cpu": 0.0, "cuda": 0.02}
+#: tokens of a chunk at most
 MOST = 4096
 #: a prompt that takes no longer than so many steps is read at once: its rows come the sooner
 SHORT = 4
@@ -93,7 +95,7 @@ class SharedTurns:
         if step_s is None or token_s is None:
             size = _UNKNOWN * least
         else:
-            size = max(least, int(step_s / token_s))
+            size = max(least, int(max(step_s, LEAST_S.get(device.type, LEAST_S["cuda"])) / token_s))
         size = min(MOST, size)
         # few numbers of rows occur, of which each may have calls of its own
         return max(1, least * 2 ** (max(1, size // least).bit_length() - 1) // batch)

@@ -106,6 +106,25 @@ def test_short_turns_are_read_by_a_plan(architecture, padded, device, read_by_pl
     assert read_by_plans == [3, 16, 1, 7]
 
 
+def test_what_the_plan_of_a_turn_has_answered_stays(device, read_by_plans, monkeypatch):
+    """The plan is free at once, and another thread may read a turn by it before the first one looks at its logits."""
+    ours, answers, read_turn = pair("llama", device)[1], [], prompts.read_turn
+
+    def noted(*given):
+        found = read_turn(*given)
+        answers.append((found, None if found is None else found.clone()))
+        return found
+
+    monkeypatch.setattr(prompts, "read_turn", noted)
+    for seed in range(3):
+        cache, text = FastpathCache(ours.config), prompt(device, 1, 9, seed=seed)
+        for new in (0, 3, 3):
+            text = torch.cat((text, prompt(device, 1, new, seed=new) if new else text[:, :0]), dim=1)
+            text = ours.generate(text, max_new_tokens=2, do_sample=False, **{CACHE: cache})
+    assert read_by_plans == [4] * 6
+    assert all(torch.equal(found, then) for found, then in answers if found is not None)
+
+
 def test_other_turns_are_prompts(device, read_lengths, read_by_plans):
     """A turn may be too long, have two sequences or a gap in positions, or a filled-up plan would move a window on."""
     _, ours = pair("llama", device)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from checks import DTYPES, assert_matches, common_tests, over_dtypes
+from in_thread import Call
 from linear_checks import (
     beside_other_kernels,
     exact_on_integers,
@@ -15,6 +18,7 @@ from linear_checks import (
 from memory import same_bits
 from routes import main, over_instruction_sets, run_limited
 
+from hf_fastpath.choices import NormKind
 from hf_fastpath.ops.gemv import ACTIVATIONS, MAX_ROWS, SPEC
 from hf_fastpath.registry import Sample
 
@@ -197,6 +201,21 @@ def test_next_weight_is_checked(device):
 @pytest.mark.parametrize("rows", (1, 2, 4, 8))
 def test_gemv_beside_other_kernels(cuda, rows):
     beside_other_kernels(SPEC, rows, cuda)
+
+
+def test_a_thread_that_needs_less_shared_memory(cuda):
+    """It takes nothing away from another one, which launches the same kernel."""
+
+    def calls_of(k: int) -> list:
+        how = dict(device=cuda, dtype=torch.float16)
+        given = torch.randn(8, k, **how), torch.randn(k, 512, **how) * k**-0.5
+        norm = dict(norm=NormKind.RMS, norm_weight=torch.ones(k, **how), norm_eps=1e-6)
+        return [functools.partial(SPEC, *given, transposed=True, **norm)] * 1000
+
+    wide, narrow = calls_of(4096), calls_of(256)
+    expected = wide[0]()
+    threads = [Call(lambda calls=calls: [each() for each in calls][-1]) for calls in (wide, narrow)]
+    assert same_bits([each.result() for each in threads][0], expected)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def read_turn(
         return None
     reader = DraftReader(plan_of, cache, torch.tensor(positions[:1], device="cpu"), prompt.starts)
     try:
-        return reader.read_piece(tokens)[-1:]
+        return reader.read_piece(tokens)[-1:].clone()  # another thread may take the plan as soon as it has ended
     finally:
         reader.end()
 

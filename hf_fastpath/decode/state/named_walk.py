@@ -203,7 +203,7 @@ def _name_of(value: Any) -> Any:
         return "built-in", value.__objclass__.__module__, value.__objclass__.__qualname__, value.__name__
     if isinstance(value, logging.Logger):
         return type(value).__qualname__, value.name
-    if isinstance(value, _TEXTS):
+    if isinstance(value, _TEXTS) or type(value).__module__ == "typing":
         return type(value).__qualname__, repr(value)
     if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return "op", str(value)
