@@ -1,10 +1,10 @@
 """Prompts beside steps: one at a time, in chunks, between which the rows that decode have their share of the time.
 
 A prompt that is read at once may stall every row for as long as it takes. So it is cut into chunks that take about as
-long as a step, or on a GPU so long that starting their kernels does not matter. How many steps end while a chunk is read
+long as a step, or on a GPU so long that starting kernels does not matter. How many steps end while a chunk is read
 tells how much of their speed the rows have kept: all of it where steps run on other cores, nothing where a chunk takes
-all cores. If that was less than half, the reader waits until it is half: as long as the chunk has taken where rows stood
-still. Where more prompts wait than rows go on, as at the beginning of many calls, rows have that much less.
+all cores. If that was less than half, the reader waits until it is half: as long as the chunk has taken where rows
+stood still. Where more prompts wait than rows go on, as at the beginning of many calls, rows have that much less.
 """
 
 from __future__ import annotations

@@ -236,7 +236,11 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
     elif plan.replacements:
         quantize(plan, state, quiet)
     if ledger.replaced and isinstance(plan.family, (Recorded, DescribedOrRecorded)) and plan.loop_reason is None:
-        _look_again(plan.family, state)
+        if (reason := _look_again(plan.family, state)) is not None:
+            if put_weights is not None or plan.replacements:
+                raise ValueError(_refused(state, reason))
+            ledger.bring_layers_back(model)  # of a checkpoint, which stock's loop then runs as it was loaded
+            plan.family.first = None
     if ledger.replaced and not options.keep_original:
         free_originals(model, ledger.replaced)
         state.lost = state.lost or "patch(keep_original=False) freed them"
@@ -253,21 +257,23 @@ def _patch(model: nn.Module, state: PatchState, quiet: bool, put_weights: Callab
         print(report(model), file=sys.stderr)
 
 
-def _look_again(family: Recorded | DescribedOrRecorded, state: PatchState) -> None:
+def _look_again(family: Recorded | DescribedOrRecorded, state: PatchState) -> str | None:
     """Record the step of a model whose weights are quantized now, unless a file describes it.
 
-    Raises:
-        ValueError: the model's own code does not run with quantized layers as it does without.
+    Returns:
+        Why the step is not used, or None.
     """
     family.first = None
     part = family.model_part(state.model)
     assert part is not None, "the family knew the model before its weights were quantized"
     reason = part.reason() or part.proof_reason(state.plans, 1)
     reason = agreed_reason(part.ranks, reason, part, state.plans, 1)
-    if reason is not None:
-        why = explained(named(reason, part.module))
-        asked = f"weights={state.options.weights!r}, lm_head={state.options.lm_head!r}"
-        raise ValueError(f"{asked}: the model's own code does not run with quantized layers as it does without: {why}")
+    return None if reason is None else explained(named(reason, part.module))
+
+
+def _refused(state: PatchState, reason: str) -> str:
+    asked = f"weights={state.options.weights!r}, lm_head={state.options.lm_head!r}"
+    return f"{asked}: the model's own code does not run with quantized layers as it does without: {reason}"
 
 
 def _devices(model: nn.Module) -> set[str]:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from causal_lm_types import random_model, small_config
 from eight_bits import MAKERS, RoundingLinear
 from models import SHORT, build, counting, require_native
 from parity import assert_same_tokens
@@ -24,10 +25,13 @@ from test_four_bit_floats import compressed as four_bit_floats
 from test_weight_classes import dynamic, quanto, torchao
 from test_with_minimums import hqq, numbers_of
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import hf_fastpath
+from hf_fastpath.decode.model.modules import is_packed
 from hf_fastpath.linears.checkpoints import family_of
-from hf_fastpath.reasons import REASONS
+from hf_fastpath.reasons import REASONS, Cause
+from hf_fastpath.recording import recorded_model
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 sys.path.insert(0, str(DOCS))
@@ -37,6 +41,7 @@ sys.modules[_spec.name] = rows
 _spec.loader.exec_module(rows)
 
 SIZES = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=384)
+ROW_THAT_RUNS = next(row for row in rows.ROWS if row.name == "bitsandbytes NF4")  # without the package
 #: makes a layer, and the weight that it stands for, of a plain weight
 Maker = Callable[[torch.Tensor], tuple[nn.Module, torch.Tensor]]
 
@@ -263,6 +268,39 @@ def test_mixtures(row, device):
     model, same = with_layers(build("qwen3_moe", **sizes).to(device), row)
     hf_fastpath.patch(model, quiet=True)
     check(row, model, same, device, sum(name.endswith("_proj") for name, _ in same.named_modules()))
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Recorded steps of quantized layers are wrong."""
+    difference = recorded_model.reason_against
+
+    def refuses(part, plans):
+        has_packed = any(map(is_packed, part.module.modules()))
+        return Cause("not_proven", "quantized layers", part.module) if has_packed else difference(part, plans)
+
+    monkeypatch.setattr(recorded_model, "reason_against", refuses)
+
+
+@pytest.mark.parametrize("has_adapter", (False, True), ids=("recorded", "adapter"))
+def test_a_checkpoint_that_is_not_proven_is_left_to_stock(has_adapter, refused, device):
+    """Its layers are the package's own again."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    require_native(device)
+    config = small_config("glm4")
+    vars(config).update(SIZES)
+    stock = build("llama", **SIZES) if has_adapter else random_model(config, AutoModelForCausalLM, 0)
+    whole = model = with_layers(stock.to(device), ROW_THAT_RUNS)[0]
+    if has_adapter:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        whole = peft.get_peft_model(model, config).eval()
+    layers, given = dict(model.named_modules()), dict(input_ids=torch.arange(3, 12, device=device)[None], **SHORT)
+    expected = whole.generate(**given)
+    hf_fastpath.patch(whole, quiet=True)
+    assert dict(model.named_modules()) == layers
+    assert torch.equal(whole.generate(**given), expected)
+    stats = hf_fastpath.report(whole).stats
+    assert stats["fast_tokens"] == 0 and stats["reasons"]
 
 
 def test_every_row_has_a_layer_and_tests_that_exist():
