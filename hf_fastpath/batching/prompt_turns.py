@@ -9,9 +9,11 @@ stood still. Where more prompts wait than rows go on, as at the beginning of man
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,15 +27,16 @@ from ..decode.run.to_host import wait_for
 #: chunk's calls take as long
 LEAST = {"cpu": 64, "cuda": 256}
 #: seconds that a chunk takes at least where its launches take some milliseconds, whatever it holds
-LEAST_S = {"cpu": 0.0, "cuda": 0.02}
+LEAST_S = {"cpu": 0.0, "cuda": 0.03}
 #: tokens of a chunk at most
 MOST = 4096
 #: a prompt that takes no longer than so many steps is read at once: its rows come the sooner
 SHORT = 4
 #: as many times the least, where neither steps nor chunks have been timed
 _UNKNOWN = 4
-#: share of the newest measurement in what is known of the speed of chunks, and of steps; and of a step beside a chunk,
-#: which takes longer
+#: newest chunks, of which the fastest tells how long a token takes: in short ones, and beside steps, it takes longer
+_CHUNKS = 8
+#: share of the newest measurement in what is known of the speed of steps; of a step beside a chunk, which takes longer
 _NEWEST, _BESIDE = 0.3, 0.03
 #: steps, by the time that they usually take, that a reader waits at most until one has ended: nobody may lead
 _MOST_STEPS = 3
@@ -62,7 +65,7 @@ class SharedTurns:
         self._not_before = 0.0
         self._is_reading = False
         self._step_s: float | None = None
-        self._token_s: dict[str, float] = {}
+        self._token_s: dict[str, deque[float]] = {}  # of the newest chunks on a type of device
 
     # ---- for who reads a prompt -------------------------------------------------------------------------------
 
@@ -85,7 +88,7 @@ class SharedTurns:
     def chunk_size(self, device: torch.device, batch: int, length: int) -> int | None:
         """See ``decode.loops.prompt_turns.PromptTurns``."""
         with self._sharing.lock:
-            step_s, token_s = self._step_s, self._token_s.get(device.type)
+            step_s, token_s = self._step_s, min(self._token_s.get(device.type, ()), default=None)
             if not self._rows():
                 return None
         least = LEAST.get(device.type, LEAST["cuda"])
@@ -96,9 +99,8 @@ class SharedTurns:
             size = _UNKNOWN * least
         else:
             size = max(least, int(max(step_s, LEAST_S.get(device.type, LEAST_S["cuda"])) / token_s))
-        size = min(MOST, size)
         # few numbers of rows occur, of which each may have calls of its own
-        return max(1, least * 2 ** (max(1, size // least).bit_length() - 1) // batch)
+        return max(1, min(MOST, least * 2 ** round(math.log2(size / least))) // batch)
 
     @contextmanager
     def chunk(self, device: torch.device, count: int, is_first: bool = True) -> Iterator[None]:
@@ -147,8 +149,7 @@ class SharedTurns:
     def _note_chunk(self, device: torch.device, count: int, seconds: float, steps_before: int) -> None:
         with self._sharing.lock:
             if count >= LEAST.get(device.type, LEAST["cuda"]):  # shorter ones take as long
-                known = self._token_s.get(device.type, seconds / count)
-                self._token_s[device.type] = known + _NEWEST * (seconds / count - known)
+                self._token_s.setdefault(device.type, deque(maxlen=_CHUNKS)).append(seconds / count)
             kept = (self.steps - steps_before) * (self._step_s or 0.0) / seconds
             share = min(1.0, self._rows() / max(1, self.calls)) * max(0.0, 1 - 2 * kept)
             self._not_before = time.perf_counter() + share * seconds
