@@ -5,6 +5,7 @@
 // Roofline: latency of one load, one reduction and one store for one row, as of rms_norm.
 
 #include "add_rms_norm/add_rms_norm.h"
+#include "common/inverse_root.cuh"
 #include "common/row_norm.cuh"
 
 namespace hf_fastpath {
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kMaxNormThreads) add_rms_norm_kernel(AddNormPa
     for (int i = begin; i < p.columns; i += step) add(i, held[0]);
   }
 
-  const float scale = rsqrtf(block_sum(squares, scratch) / p.columns + p.eps);
+  const float scale = inverse_root<T>(block_sum(squares, scratch) / p.columns + p.eps);
   const auto emit = [&](int i, const float (&total)[kElems]) {
     float factors[kElems], y[kElems];
     C::unpack(has_weight ? weight : C::load_readonly(p.weight + i), factors);

@@ -20,6 +20,7 @@
 
 #include "common/activation.cuh"
 #include "common/async.cuh"
+#include "common/inverse_root.cuh"
 #include "common/numeric.cuh"
 #include "common/tensor_map.h"
 #include "common/warp.cuh"
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(kClusterBlockThreads, 2)
       const float off = shared.slice_sums[r] / kSlice - mean;
       squares += fmaf(off * off, float(kSlice), shared.slice_squares[r]);
     }
-    const float scale = rsqrtf(squares / kHidden + p.norm_eps);
+    const float scale = inverse_root<T>(squares / kHidden + p.norm_eps);
     if (tid == 0 && cluster == 0 && rank == 0) *p.mean = mean;
     if (has_output) {
       float sum = 0.f;

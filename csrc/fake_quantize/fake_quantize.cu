@@ -10,6 +10,7 @@
 
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
+#include "common/inverse_root.cuh"
 #include "common/numeric.cuh"
 #include "common/row_norm.cuh"
 #include "common/warp.cuh"
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(kMaxNormThreads) normed_fake_quantize_kernel(N
 #pragma unroll
     for (int e = 0; e < kElems; ++e) squares = fmaf(values[e], values[e], squares);
   }
-  const float scale = rsqrtf(block_sum(squares, scratch) / p.columns + p.eps);
+  const float scale = inverse_root<T>(block_sum(squares, scratch) / p.columns + p.eps);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     float values[kElems], factors[kElems];

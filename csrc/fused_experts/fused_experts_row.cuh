@@ -4,6 +4,7 @@
 
 #include "choose_experts/router.cuh"
 #include "common/async.cuh"
+#include "common/inverse_root.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 #include "fused_experts/fused_experts.h"
@@ -126,7 +127,7 @@ __device__ __forceinline__ void load_row(const FusedExpertsParams& p, int padded
   if (lane == 0) squares_of[warp] = squares;
   sync_some(1, kThreads);  // every warp's sum
   squares = warp_sum(lane < kWarps ? squares_of[lane] : 0.f);
-  const float scale = rsqrtf(squares / p.hidden_size + p.norm_eps);
+  const float scale = inverse_root<T>(squares / p.hidden_size + p.norm_eps);
   for (int i = first; i < chunks; i += kThreads) {  // a thread's own
     float values[kElems], factors[kElems];
     C::unpack(reinterpret_cast<const Raw*>(row)[i], values);

@@ -12,6 +12,7 @@
 
 #include "common/async.cuh"
 #include "common/heads.cuh"
+#include "common/inverse_root.cuh"
 #include "common/warp.cuh"
 #include "gated_delta_step/gated_delta_step.h"
 
@@ -136,8 +137,8 @@ __global__ void __launch_bounds__(kThreads) gated_delta_kernel(GatedDeltaParams 
   }
   float q_factor = p.scale, k_factor = 1.f;
   if (p.l2_norm) {
-    q_factor *= rsqrtf(products.q_q + kL2Eps);
-    k_factor = rsqrtf(products.k_k + kL2Eps);
+    q_factor *= inverse_root<T>(products.q_q + kL2Eps);
+    k_factor = inverse_root<T>(products.k_k + kL2Eps);
   }
   const float beta = __fdividef(p.beta_scale, 1.f + expf(-beta_logit));
 #pragma unroll

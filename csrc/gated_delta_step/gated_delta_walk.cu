@@ -7,6 +7,7 @@
 // Experiments: docs/lab/recording.md
 
 #include "common/async.cuh"
+#include "common/inverse_root.cuh"
 #include "common/token_tiles.cuh"
 #include "gated_delta_step/gated_delta_step.h"
 
@@ -90,8 +91,8 @@ __global__ void __launch_bounds__(kWalkers + kReaders, kKey > 128 ? 1 : 2)
           k_k += __shfl_xor_sync(kAllLanes, k_k, offset);
           q_k += __shfl_xor_sync(kAllLanes, q_k, offset);
         }
-        const float q_factor = p.l2_norm ? p.scale * rsqrtf(q_q + kL2Eps) : p.scale;
-        const float k_factor = p.l2_norm ? rsqrtf(k_k + kL2Eps) : 1.f;
+        const float q_factor = p.l2_norm ? p.scale * inverse_root<T>(q_q + kL2Eps) : p.scale;
+        const float k_factor = p.l2_norm ? inverse_root<T>(k_k + kL2Eps) : 1.f;
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
           tile.q[t][lane + i * kWarpSize] = q_factor * q[j][i];

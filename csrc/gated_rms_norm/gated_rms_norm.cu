@@ -9,6 +9,7 @@
 
 #include "common/activation.cuh"
 #include "common/async.cuh"
+#include "common/inverse_root.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 #include "gated_rms_norm/gated_rms_norm.h"
@@ -70,7 +71,9 @@ __global__ void __launch_bounds__(kMaxThreads) gated_rms_norm_kernel(GatedRmsNor
     C::unpack(raw_gate, gates);
     return gate_values(p, gates, products);
   };
-  const auto scale_of = [&](float squares) { return rsqrtf(block_sum(squares, scratch) / columns + p.eps); };
+  const auto scale_of = [&](float squares) {
+    return inverse_root<T>(block_sum(squares, scratch) / columns + p.eps);
+  };
 
   float squares = 0.f;
   if constexpr (kChunks > 0) {

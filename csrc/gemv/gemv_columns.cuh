@@ -7,6 +7,7 @@
 
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
+#include "common/inverse_root.cuh"
 #include "gemv/gemv_device.cuh"
 #include "rope_append/rope_append.cuh"
 
@@ -88,7 +89,7 @@ struct NormedX {
 #pragma unroll
         for (int e = 0; e < kElems; ++e) squares = fmaf(v[e] - mean, v[e] - mean, squares);
       }
-      const float scale = rsqrtf(warp_sum(squares) / k + p.norm.eps);
+      const float scale = inverse_root<T>(warp_sum(squares) / k + p.norm.eps);
       for (int i = lane * kElems; i < k; i += kWarpSize * kElems) {
         float weight[kElems], bias[kElems] = {};
         C::unpack(*reinterpret_cast<const uint4*>(at(row, i)), v);

@@ -17,6 +17,7 @@
 
 #include <type_traits>
 
+#include "common/inverse_root.cuh"
 #include "common/mma.cuh"
 #include "gemv/gemv_ring_slots.cuh"
 
@@ -157,7 +158,7 @@ __device__ __forceinline__ void ring_layer_norm(const GemvNorm& norm, const uint
       total = fmaf(x[c][e], x[c][e], total);
     }
   }
-  const float scale = rsqrtf(over_group(total, scratch + kRingWarps) / k + norm.eps);
+  const float scale = inverse_root<T>(over_group(total, scratch + kRingWarps) / k + norm.eps);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     const int chunk = lane_chunk + c * kGroupWarps * kWarpSize;
@@ -349,7 +350,7 @@ __device__ __forceinline__ void ring_compute(const GemvParams& p, const RopeAppe
     float total = 0.f;
 #pragma unroll
     for (int w = 0; w < kGroupWarps; ++w) total += scratch[w];
-    scale = rsqrtf(total / p.k + p.norm.eps);
+    scale = inverse_root<T>(total / p.k + p.norm.eps);
   }
   const auto store = [&](const RingUnit<T, kEnd>& unit, int i) {
     float dots[kHalves];

@@ -9,6 +9,7 @@
 // Roofline: read bandwidth.
 #pragma once
 
+#include "common/inverse_root.cuh"
 #include "gemv/gemv_ring.cuh"
 
 namespace hf_fastpath {
@@ -191,7 +192,7 @@ __device__ __forceinline__ void ring_rows_compute(const GemvParams& p, const Rop
     }
     const int unit = i / p.m, m = i % p.m;
     const float scale = norm == NormKind::kRms
-                            ? rsqrtf(sum_of<kRingWarps>(scratch + m * kRingWarps) / p.k + p.norm.eps)
+                            ? inverse_root<T>(sum_of<kRingWarps>(scratch + m * kRingWarps) / p.k + p.norm.eps)
                             : 1.f;
     float dots[kHalves];
 #pragma unroll

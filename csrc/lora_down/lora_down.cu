@@ -9,6 +9,7 @@
 
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
+#include "common/inverse_root.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 #include "lora_down/lora_down.h"
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kMaxThreads) lora_down_kernel(const __grid_con
   double totals[1] = {present ? dots[warp][lane] : 0.0};
   double total = warp_sums<1>(totals, lane);
   if (p.norm != NormKind::kNone) {
-    total *= rsqrtf(warp_sum(present ? squares[warp][lane] : 0.f) / inputs + p.norm_eps);
+    total *= inverse_root<T>(warp_sum(present ? squares[warp][lane] : 0.f) / inputs + p.norm_eps);
     total += warp_sum(present ? shifts[lane] : 0.f);
   }
   if (lane == 0) p.out[int64_t(row) * p.matrices.ranks + blockIdx.x] = static_cast<float>(total);

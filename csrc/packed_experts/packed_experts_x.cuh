@@ -1,6 +1,7 @@
 // What a block of packed_experts_kernel.cuh works on, and its x as operands of tensor cores.
 #pragma once
 
+#include "common/inverse_root.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 #include "packed_experts/packed_experts.h"
@@ -150,7 +151,7 @@ struct ExpertsX {
     const float factor = __uint_as_float(unsigned(127 + 14 - exponent) << 23);
     if (thread == 0) {
       const float back = __uint_as_float(unsigned(127 - 14 + exponent) << 23);
-      undo[m] = rms ? back * rsqrtf(squares / p.k + p.norm_eps) : back;
+      undo[m] = rms ? back * inverse_root<T>(squares / p.k + p.norm_eps) : back;
     }
     const auto store = [&](int unit, float (&values)[8]) {
 #pragma unroll

@@ -8,6 +8,7 @@
 // Roofline: latency: 2 us beside the product's kernel, which reads weights meanwhile (H200, 2026-11).
 #pragma once
 
+#include "common/inverse_root.cuh"
 #include "packed_gemv/packed_gemv_lanes.cuh"
 
 namespace hf_fastpath {
@@ -113,7 +114,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
   const float factor = __uint_as_float(unsigned(127 + 14 - exponent) << 23);
   if (tid == 0) {
     const float undo = __uint_as_float(unsigned(127 - 14 + exponent) << 23);
-    reinterpret_cast<float*>(to + layout.undo_at())[row] = rms ? undo * rsqrtf(square / k + norm.eps) : undo;
+    reinterpret_cast<float*>(to + layout.undo_at())[row] =
+        rms ? undo * inverse_root<T>(square / k + norm.eps) : undo;
   }
   each(false, [&](int chunk, const float (&values)[8]) {
     uint32_t rounded[4];

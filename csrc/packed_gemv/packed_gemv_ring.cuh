@@ -22,6 +22,7 @@
 //   4096, 45 % for 4096 to 4096; int8 93, 82 and 64 % (H200, 2026-11).
 #pragma once
 
+#include "common/inverse_root.cuh"
 #include "packed_gemv/packed_gemv_bytes.cuh"
 #include "packed_gemv/packed_gemv_halves.cuh"
 
@@ -200,7 +201,7 @@ __device__ __forceinline__ void packed_compute(const GemvParams& p, const RopeAp
       } else {
         squares = squares_of(m);
       }
-      scale *= rsqrtf(squares / p.k + p.norm.eps);
+      scale *= inverse_root<T>(squares / p.k + p.norm.eps);
     }
     float values[kHalves];
 #pragma unroll

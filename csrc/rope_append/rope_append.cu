@@ -12,6 +12,7 @@
 
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
+#include "common/inverse_root.cuh"
 #include "common/warp.cuh"
 #include "rope_append/rope_append.cuh"
 #include "rope_append/rope_append_paged.h"
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(kMaxNormedThreads)
       load(index, more_a, more_b);
       squares += sum_of_squares(more_a, more_b);
     }
-    scale = rsqrtf(block_sum(squares, scratch) / float(count * p.head_dim) + p.norm_eps);
+    scale = inverse_root<T>(block_sum(squares, scratch) / float(count * p.head_dim) + p.norm_eps);
   }
   for (int index = threadIdx.x; index < total; index += threads) {
     if (index >= threads) load(index, a, b), load_angles(index, angles);

@@ -9,6 +9,7 @@
 
 #include "common/async.cuh"
 #include "common/cuda_check.cuh"
+#include "common/inverse_root.cuh"
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 #include "rope_append/rope_append.cuh"
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) rope_append_heads_kernel(Ro
     float squares = 0.f, w[2][kElems];
 #pragma unroll
     for (int e = 0; e < kElems; ++e) squares = fmaf(x[0][e], x[0][e], fmaf(x[1][e], x[1][e], squares));
-    const float scale = rsqrtf(fmaf(warp_sum(squares), of_mean, p.norm_eps));
+    const float scale = inverse_root<T>(fmaf(warp_sum(squares), of_mean, p.norm_eps));
     Runs::unpack(factors, w);
 #pragma unroll
     for (int e = 0; e < kElems; ++e) {

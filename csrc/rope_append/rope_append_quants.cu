@@ -8,6 +8,7 @@
 // Roofline: latency, as in rope_append.cu, and the reductions over the warp.
 
 #include "common/cuda_check.cuh"
+#include "common/inverse_root.cuh"
 #include "common/kv_quants.cuh"
 #include "common/warp.cuh"
 #include "rope_append/rope_append.cuh"
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) rope_append_quants_kernel(R
     }
     float squares = 0.f;
     for (int d = begin + lane; d < end; d += kWarpSize) squares += biased(d) * biased(d);
-    scale_of_norm = rsqrtf(warp_sum(squares) / float(end - begin) + p.norm_eps);
+    scale_of_norm = inverse_root<T>(warp_sum(squares) / float(end - begin) + p.norm_eps);
   }
   const auto input = [&](int d) {
     return biased(d) * (weight ? scale_of_norm * (p.norm_offset + to_float(weight[d])) : 1.f);

@@ -42,8 +42,7 @@ def batch(
     """Generate for many prompts at once, which may come while others run.
 
     A request is a call of ``model.generate()`` with the same arguments, and has the same tokens: greedy ones in float32
-    exactly, samples by their own ``seed``. Requests share the model's steps on a CPU, and a free place goes to the next
-    request; on a GPU they run one after another.
+    exactly, samples by their own ``seed``. Requests share the model's steps, and a free place goes to the next request.
 
     Args:
         model: a patched model, or a wrapper of one.

@@ -73,8 +73,10 @@ def unpacked(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | 
     """
     moved = words.movedim(dim, -1)
     places = range(32 // bits) if order is None else sorted(range(len(order)), key=order.__getitem__)
-    parts = [((moved >> (bits * place)) & ((1 << bits) - 1)).to(torch.uint8) for place in places]
-    return torch.stack(parts, dim=-1).flatten(-2).movedim(-1, dim)
+    made = torch.empty(*moved.shape, 32 // bits, dtype=torch.uint8, device=words.device)
+    for at, place in enumerate(places):
+        made[..., at] = (moved >> (bits * place)) & ((1 << bits) - 1)
+    return made.flatten(-2).movedim(-1, dim)
 
 
 def _centered(numbers: torch.Tensor, half: int) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -26,6 +28,8 @@ from ..quantization.ggml_blocks import packed_blocks
 
 #: quants, scales and zeros as a format has them; zeros are None if it has none
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+#: weights that are repacked at a time
+_PIECE = 1 << 20
 #: scales that are not float16 are brought below 2 ** this by the multiplier
 _LARGEST_SCALE = 7
 
@@ -274,10 +278,37 @@ def _repacked(weights: list[QuantizedWeight]) -> list[PackedWeight]:
     are_half = format.scale_dtype == "float16" and all(each.scales.dtype == torch.float16 for each in weights)
     takes_any = format.scale_dtype != "float16" and format.record is None
     multiplier = _multiplier(weights, are_half or takes_any)
-    tensors = zip(*(_packed(weight, format, multiplier) for weight in weights))
-    quants, scales, zeros = (None if each[0] is None else torch.cat(each) for each in tensors)
-    together = PackedWeight(format, in_features, quants, scales, zeros, multiplier)
-    return together.split([len(weight.quants) for weight in weights])
+    rows = [len(weight.quants) for weight in weights]
+    pieces = (piece for weight in weights for piece in _pieces(weight))
+    parts = _one_behind_another(sum(rows), (_packed(piece, format, multiplier) for piece in pieces))
+    return PackedWeight(format, in_features, *parts, multiplier).split(rows)
+
+
+def _one_behind_another(rows: int, pieces: Iterable[Parts]) -> Parts:
+    """Put pieces of a weight of so many rows into one piece of memory."""
+    made: list[torch.Tensor | None] = []
+    begin = end = 0
+    for piece in pieces:
+        made = made or [None if each is None else each.new_empty(rows, *each.shape[1:]) for each in piece]
+        begin, end = end, end + len(piece[0])
+        for whole, part in zip(made, piece):
+            if whole is not None:
+                whole[begin:end] = part
+    quants, scales, zeros = made
+    assert quants is not None and scales is not None, "a weight has rows"
+    return quants, scales, zeros
+
+
+def _pieces(weight: QuantizedWeight) -> Iterator[QuantizedWeight]:
+    """Yield a weight in pieces of some rows, so that what is made on the way takes little memory."""
+    rows, columns = weight.quants.shape
+    count = max(1, _PIECE // columns)
+    by_row = {name: getattr(weight, name) for name in ("scales", "zeros", "others") if hasattr(weight, name)}
+    quants = "values" if isinstance(weight, ByteWeight) else "quants"
+    by_row[quants] = getattr(weight, quants)
+    for begin in range(0, rows, count):
+        cut = {name: each.reshape(rows, -1)[begin : begin + count] for name, each in by_row.items()}
+        yield replace(weight, **cut)
 
 
 def _repacked_blocks(weights: list[BlockWeight]) -> list[PackedWeight]:

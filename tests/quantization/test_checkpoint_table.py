@@ -29,9 +29,11 @@ from transformers import AutoModelForCausalLM
 
 import hf_fastpath
 from hf_fastpath.decode.model.modules import is_packed
+from hf_fastpath.linears.checkpoint_weights import BlockWeight, DequantizedWeight
 from hf_fastpath.linears.checkpoints import family_of
 from hf_fastpath.reasons import REASONS, Cause
 from hf_fastpath.recording import recorded_model
+from hf_fastpath.replacing import counterparts
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 sys.path.insert(0, str(DOCS))
@@ -268,6 +270,19 @@ def test_mixtures(row, device):
     model, same = with_layers(build("qwen3_moe", **sizes).to(device), row)
     hf_fastpath.patch(model, quiet=True)
     check(row, model, same, device, sum(name.endswith("_proj") for name, _ in same.named_modules()))
+
+
+@over_rows
+def test_weights_are_repacked_in_pieces(row, device, monkeypatch):
+    """Pieces of a few rows give what all rows at once give, also of two weights that lie behind each other."""
+    model, _ = with_layers(build("llama", **SIZES).to(device), row)
+    read = [family.read(each) for each in model.modules() if (family := family_of(each)) is not None]
+    read = [each for each in read if not isinstance(each, (DequantizedWeight, BlockWeight))]
+    whole = [counterparts.repacked([each])[0] for each in read]
+    monkeypatch.setattr(counterparts, "_PIECE", 1000)
+    for expected, each in zip(whole, read):
+        for found in counterparts.repacked([each, each]):
+            assert all(map(torch.equal, found.tensors, expected.tensors))
 
 
 @pytest.fixture
