@@ -31,8 +31,8 @@ class LookedAt:
         adapters: the active adapters of its layers then.
         recordings: all that were made or found of the whole model, by their names.
         saved: the plan that ``patch()`` was given, or None.
-        lock: of threads that make a recording: a plan asks for its recording more than once, and two of the same step
-            have registers and memory of their own.
+        lock: of threads that make a recording, which share :attr:`code`; a plan asks for its recording more than once,
+            and two of the same step have registers and memory of their own.
     """
 
     def __init__(self, module: nn.Module):
@@ -90,12 +90,13 @@ class LookedAt:
         def made() -> Recording:
             return make(self.skeleton_as_now, *how)
 
-        if not self._is_whole:
-            return made()
-        what = f"{make.__name__} {how}"
-        found = made_or_kept(self._module, self.code, what, made, self.saved)
-        self.recordings[what] = found
-        return found
+        with self.lock:
+            if not self._is_whole:
+                return made()
+            what = f"{make.__name__} {how}"
+            found = made_or_kept(self._module, self.code, what, made, self.saved)
+            self.recordings[what] = found
+            return found
 
     def tried(
         self,

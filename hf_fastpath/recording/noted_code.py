@@ -164,7 +164,7 @@ class NotedCode:
 
     def asks_for_types(self) -> bool:
         """Whether code that is no package's may have asked whether something is an ``int``."""
-        theirs = (code for code in self._seen.values() if compat.is_elsewhere(code.co_filename))
+        theirs = (code for code in list(self._seen.values()) if compat.is_elsewhere(code.co_filename))
         own = (code.co_names for code in theirs if "/transformers/" not in code.co_filename)
         return any("int" in names and not {"isinstance", "type", "issubclass"}.isdisjoint(names) for names in own)
 
@@ -211,7 +211,7 @@ class NotedCode:
         return [place for place in places if place.rpartition(".")[2] not in written]
 
     def _names_read(self) -> set[str]:
-        theirs = (code for code in self._seen.values() if compat.is_elsewhere(code.co_filename))
+        theirs = (code for code in list(self._seen.values()) if compat.is_elsewhere(code.co_filename))
         return self._read_before.union(*map(compat.names_read, theirs))
 
     # ---- what another process may know --------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class NotedCode:
             NotData: a namespace is none that another process would find, or code may have read files.
         """
         found = []
-        for code in self._seen.values():
+        for code in list(self._seen.values()):
             if compat.is_users(code.co_filename) and (read := _FILES.intersection(code.co_names)):
                 raise NotData(f"{code.co_name} in {code.co_filename} names {min(read)}, so that it may read files")
         for (_, space, names), owner in zip(self._spaces, self._owners, strict=True):

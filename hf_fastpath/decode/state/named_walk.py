@@ -116,7 +116,7 @@ class NamedWalk(Walk):
             super()._freeze_class(cls)
             return
         self._classes.add(cls)
-        entries = [(name, _entry(value)) for name, value in vars(cls).items() if name not in OF_CLASSES]
+        entries = [(name, _entry(value)) for name, value in list(vars(cls).items()) if name not in OF_CLASSES]
         self.values[f"{cls.__module__}.{cls.__qualname__}"] = entries
 
     def _child(self, module: nn.Module | None) -> Any:

@@ -260,7 +260,7 @@ class Walk:
             self._meet_class(type(value))
         if isinstance(value, types.MappingProxyType):
             self.namespaces.append(value)
-            return [(name, self.frozen(each, where)) for name, each in value.items()]
+            return [(name, self.frozen(each, where)) for name, each in list(value.items())]
         if isinstance(value, (*ROWS, dict)) and len(value) > _MANY and _is_plain(value):
             copied = dict(value) if isinstance(value, dict) else list(value)
             self.many.append((value, copied))
@@ -322,7 +322,7 @@ class Walk:
         if self._are_brought and value.is_meta:
             return "brought", value.dtype, tuple(value.shape)
         self.tensors[id(value)] = value
-        if own := [name for name in vars(value) if not is_left_out(name)]:
+        if own := [name for name in list(vars(value)) if not is_left_out(name)]:
             self._get(vars(value), own)
             for name in own:
                 self.values[f"{self._identity(value)}.{name}"] = self.frozen(vars(value)[name])
@@ -343,7 +343,7 @@ class Walk:
         attributes: Any = ()
         if "/transformers/" not in code.co_filename and compat.is_elsewhere(code.co_filename):
             self.dicts.append(vars(function))
-            attributes = [(name, self.frozen(each, where)) for name, each in vars(function).items()]
+            attributes = [(name, self.frozen(each, where)) for name, each in list(vars(function).items())]
         return self._code(code), self.frozen(defaults, where), self.frozen(named, where), inside, attributes
 
     def _attributes(self, value: Any, where: str) -> Any:
@@ -356,7 +356,7 @@ class Walk:
         if isinstance(space, dict):
             self.dicts.append(space)
             self.owners.append(value)
-            found += [(name, self.frozen(each, where)) for name, each in space.items()]
+            found += [(name, self.frozen(each, where)) for name, each in list(space.items())]
         if slots:
             read = functools.partial(read_slots, value, tuple(slots))
             self.readers.append(read)

@@ -43,7 +43,7 @@ def walk_of(part: StepSource) -> Walk:
     if part.code is None:
         space = vars(sys.modules[part.architecture.module])
         walk.namespaces.append(space)
-        walk.values |= {f"{part.architecture.module}.{name}": ("is", id(value)) for name, value in space.items()}
+        walk.values |= {f"{part.architecture.module}.{name}": ("is", id(value)) for name, value in list(space.items())}
     return walk
 
 
