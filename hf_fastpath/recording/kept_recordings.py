@@ -126,7 +126,12 @@ def of_patch() -> Saved | None:
 
 
 def made_or_kept(
-    model: nn.Module, code: NotedCode, what: str, make: Callable[[], Recording], saved: Saved | None = None
+    model: nn.Module,
+    code: NotedCode,
+    what: str,
+    make: Callable[[], Recording],
+    saved: Saved | None = None,
+    is_wrong: bool = False,
 ) -> Recording:
     """Return a recording from a file, or make one and keep it in the cache folder.
 
@@ -136,6 +141,7 @@ def made_or_kept(
         what: the recording's name among those of the model.
         make: makes the recording, and notes in ``code`` what runs.
         saved: a plan that may have the recording.
+        is_wrong: what is kept of the model is another one's, so that the recording is made and takes its place.
 
     Raises:
         Unrecordable: the model cannot be recorded.
@@ -146,13 +152,14 @@ def made_or_kept(
     try:
         with compat.uncollected():  # a collection takes as long as all else
             facts = facts_of(model)
-            if saved is not None and (found := saved.find(what, facts, model, code)) is not None:
+            if not is_wrong and saved is not None and (found := saved.find(what, facts, model, code)) is not None:
                 return found
             key = hashlib.sha256(json.dumps([what, facts]).encode()).hexdigest()[:_LETTERS]
             path = build_cache.root() / build_cache.RECORDINGS / key
-            found = _read(json.loads(read_note(path, _MOST_BYTES)), model, code)
-            build_cache.used(path)
-            return found
+            if not is_wrong:
+                found = _read(json.loads(read_note(path, _MOST_BYTES)), model, code)
+                build_cache.used(path)
+                return found
     except ERRORS as error:
         _tell(what, error)
         if saved is not None and what in saved.recordings:

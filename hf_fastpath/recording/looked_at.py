@@ -45,6 +45,7 @@ class LookedAt:
         self.lock = threading.RLock()
         self._skeleton: Skeleton | None = None
         self._is_new, self._is_whole = True, False
+        self._have_served = self._are_wrong = False  # recordings that files hold
 
     def look(self, part: StepSource) -> None:
         """Note the Python values that the model holds now.
@@ -87,16 +88,28 @@ class LookedAt:
             Unrecordable: the model cannot be recorded.
         """
 
+        is_kept = True
+
         def made() -> Recording:
+            nonlocal is_kept
+            is_kept = False
             return make(self.skeleton_as_now, *how)
 
         with self.lock:
             if not self._is_whole:
                 return made()
             what = f"{make.__name__} {how}"
-            found = made_or_kept(self._module, self.code, what, made, self.saved)
+            found = made_or_kept(self._module, self.code, what, made, self.saved, self._are_wrong)
+            self._have_served |= is_kept
             self.recordings[what] = found
             return found
+
+    def leave_files(self) -> bool:
+        """Make recordings of which files hold another one's; return whether any has come out of a file until now."""
+        with self.lock:
+            have_served, self._have_served, self._are_wrong = self._have_served, False, True
+            self.recordings.clear()
+            return have_served
 
     def tried(
         self,

@@ -296,6 +296,14 @@ class RecordedModel(WholeModel):
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
         """Return why the recorded step is not used, or None: so many sequences cannot be recorded, or it is wrong."""
         reason = self.shape_reason(batch, 1) or reason_against(self, plans)
+        if reason == "not_proven" and self._looked_at.leave_files():  # which may hold what another model does
+            moment = self._moment
+            self.forget_recordings()
+            self._moment = moment  # the model is what it was
+            for name in ("kinds", "layers"):
+                vars(self).pop(name, None)
+            plans.clear()
+            reason = self.shape_reason(batch, 1) or reason_against(self, plans)
         return None if reason is None else self.files_reason or reason
 
     def arguments_reason(self, arguments: dict[str, Any], batch: int) -> Cause | None:

@@ -278,7 +278,14 @@ def other_tensors(path):
     path.write_text(path.read_text().replace("down_proj.weight", "up_proj.bias"))
 
 
-SPOILED = (cut, link, of_others, nothing, other_ops, other_marks, other_registers, other_tensors)
+def other_numbers(path):
+    """What a forward with another factor on scores gives: nothing but the proof sees that."""
+    text = path.read_text()
+    assert "0.25" in text
+    path.write_text(text.replace("0.25", "0.5"))
+
+
+SPOILED = (cut, link, of_others, nothing, other_ops, other_marks, other_registers, other_tensors, other_numbers)
 
 
 @pytest.mark.every(2)
@@ -291,6 +298,11 @@ def test_a_spoiled_file_is_none(spoil, folder, made):
     made.clear()
     stock = texts(other)
     assert same(patched_texts(other), stock) and "whole_step" in made
+    assert hf_fastpath.report(other).stats["fast_tokens"] and not hf_fastpath.report(other).stats["reasons"]
+    made.clear()
+    third = twice("glm4")[1]
+    third.load_state_dict(one.state_dict())
+    assert same(patched_texts(third), stock) and not made, "the file that was made anew serves"
 
 
 #: values of which an attribute or a type alone says too little
