@@ -74,12 +74,12 @@ class RecordedModel(WholeModel):
         self.by_length = ByLength(self)
         self.forget_recordings()
 
-    def forget_recordings(self) -> None:
+    def forget_recordings(self, moment: Any = None) -> None:
         """Forget what was recorded."""
         self._recordings: dict[tuple[int, int], Recording | Exception] = {}
         self.verdict: tuple[str | None] | None = None
         self._arguments: dict[tuple, Cause | None] = {}  # arguments of a step -> why they matter, or None
-        self._moment = object()  # of no other part, as an id may be once this one is gone
+        self._moment = moment or object()  # of no other part, as an id may be once this one is gone
         self.prompts = RecordedPrompts(self, self._looked_at)
 
     # ---- recordings -------------------------------------------------------------------------------------------
@@ -297,12 +297,9 @@ class RecordedModel(WholeModel):
         """Return why the recorded step is not used, or None: so many sequences cannot be recorded, or it is wrong."""
         reason = self.shape_reason(batch, 1) or reason_against(self, plans)
         if reason == "not_proven" and self._looked_at.leave_files():  # which may hold what another model does
-            moment = self._moment
-            self.forget_recordings()
-            self._moment = moment  # the model is what it was
-            for name in ("kinds", "layers"):
-                vars(self).pop(name, None)
-            plans.clear()
+            self.forget_recordings(self._moment)  # the model is what it was
+            vars(self).pop("kinds", None), vars(self).pop("layers", None)
+            plans.drop_plans()
             reason = self.shape_reason(batch, 1) or reason_against(self, plans)
         return None if reason is None else self.files_reason or reason
 

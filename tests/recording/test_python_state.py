@@ -153,7 +153,7 @@ def test_what_is_not_proven_is_tried_again(monkeypatch):
 
 def test_lack_of_memory_is_no_verdict(monkeypatch):
     """An error that says nothing of the model, in the proof or while a step is recorded, is gone with the next call."""
-    monkeypatch.setattr(looked_at, "made_or_kept", lambda model, code, what, make, saved: make())
+    monkeypatch.setattr(looked_at, "made_or_kept", lambda model, code, what, make, *_: make())
     expected = generated(own_model("InDict"))
     for where, name in ((proof, "difference"), (recorded_step, "record")):
         ours = hf_fastpath.patch(own_model("InDict"), quiet=True)

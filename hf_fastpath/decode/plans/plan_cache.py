@@ -91,6 +91,11 @@ class PlanCache:
         self.snapshot = self._looked_at = self._call = self._declined = None
         self._misses = 0
 
+    def drop_plans(self) -> None:
+        """Forget the plans that no call uses, but not what is known of the model."""
+        with self.lock:
+            self._waiting.clear()
+
     @contextmanager
     def place(self) -> Iterator[bool]:
         """Take one of the MAX_CALLS places for calls that run at once, for the length of a ``with`` block.
