@@ -194,9 +194,7 @@ void launch_columns_kernel(ColumnsKernel kernel, const GemvParams& p, const Rope
                            int column_blocks, int cluster, cudaStream_t stream) {
   const dim3 grid(column_blocks * cluster), block(kColumnThreads);
   const size_t smem_bytes = NormedX<T>::bytes(p);
-  if (smem_bytes > 0) {
-    allow_shared_memory(kernel, smem_bytes);
-  }
+  allow_shared_memory(kernel, smem_bytes);
   HF_FASTPATH_CUDA_CHECK(launch_clusters(kernel, grid, block, smem_bytes, stream, p.programmatic_launch,
                                          cluster, p, rope ? *rope : RopeAppendParams{},
                                          ColumnsPlan{cluster, rope != nullptr}));

@@ -298,7 +298,8 @@ class RecordedModel(WholeModel):
         reason = self.shape_reason(batch, 1) or reason_against(self, plans)
         if reason == "not_proven" and self._looked_at.leave_files():  # which may hold what another model does
             self.forget_recordings(self._moment)  # the model is what it was
-            vars(self).pop("kinds", None), vars(self).pop("layers", None)
+            for name in ("kinds", "layers"):
+                vars(self).pop(name, None)
             plans.drop_plans()
             reason = self.shape_reason(batch, 1) or reason_against(self, plans)
         return None if reason is None else self.files_reason or reason
