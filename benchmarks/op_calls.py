@@ -331,50 +331,30 @@ def append_call(
     return Call(name, arguments, devices=("cuda",), most=most)
 
 
-def step_call(
-    name: str,
-    layers: int,
-    hidden_size: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    intermediate_size: int,
-    vocab_size: int,
-    gpt2: bool = False,
-    length: int = 1024,
-    **options,
+def layers_call(
+    name: str, layers: int, hidden_size: int, heads: int, head_dim: int, length: int = 1024, **options
 ) -> Call:
-    """Make a call of a whole step of a Mistral, a Llama or a GPT-2."""
+    """Make a call of all layers of a GPT-2."""
 
     def arguments(device: torch.device, dtype: torch.dtype) -> Sample:
         def randn(*shape, std=1.0):
             return torch.randn(*shape, device=device, dtype=dtype) * std
 
-        def linear(out_features, in_features):
-            shape = (in_features, out_features) if gpt2 else (out_features, in_features)
-            return [randn(*shape, std=in_features**-0.5), randn(out_features) if gpt2 else absent]
+        def linear(in_features, out_features):
+            return [randn(in_features, out_features, std=in_features**-0.5), randn(out_features)]
 
         def norm():
-            return [randn(hidden_size), randn(hidden_size) if gpt2 else absent]
+            return [randn(hidden_size), randn(hidden_size)]
 
-        absent, features, kv_features = randn(0), heads * head_dim, kv_heads * head_dim
+        features, inner = heads * head_dim, 4 * hidden_size
         weights = []
         for _ in range(layers):
-            qkv = [features + 2 * kv_features] if gpt2 else [features, kv_features, kv_features]
-            weights += norm() + [tensor for size in qkv for tensor in linear(size, hidden_size)]
-            weights += [absent] * (4 if gpt2 else 0) + linear(hidden_size, features) + norm()
-            weights += [absent] if gpt2 else linear(intermediate_size, hidden_size)[:1]
-            weights += linear(intermediate_size, hidden_size) + linear(hidden_size, intermediate_size)
-        weights += [*norm(), randn(vocab_size, hidden_size, std=hidden_size**-0.5), absent]
-        caches = [[randn(1, kv_heads, length, head_dim) for _ in range(layers)] for _ in range(2)]
-        angles = [None, None] if gpt2 else _angles(device, dtype, head_dim)
+            weights += norm() + linear(hidden_size, 3 * features) + linear(features, hidden_size)
+            weights += norm() + linear(hidden_size, inner) + linear(inner, hidden_size)
+        caches = [[randn(1, heads, length, head_dim) for _ in range(layers)] for _ in range(2)]
         lens = torch.full((1,), length, device=device, dtype=torch.int32)
-        activation = "gelu_tanh" if gpt2 else "silu"
-        return Sample(
-            *(randn(1, 1, hidden_size), weights, *caches, *angles, lens, None, heads, head_dim**-0.5, [0] * layers),
-            *("layer" if gpt2 else "rms", 1e-5, activation, gpt2),
-            **_workspace(device, 1, 1, heads, head_dim),
-        )
+        x = randn(1, 1, hidden_size)
+        return Sample(x, weights, *caches, lens, None, heads, head_dim**-0.5, [0] * layers, 1e-5, "gelu_tanh")
 
     return Call(name, arguments, **options)
 

@@ -20,6 +20,7 @@ from op_calls import (
     inputs_call,
     joined_call,
     latent_call,
+    layers_call,
     lora_down_call,
     lora_up_call,
     packed_call,
@@ -33,7 +34,6 @@ from op_calls import (
     router_logits_call,
     sample_of,
     state_space_call,
-    step_call,
     stream,
     swiglu_call,
 )
@@ -200,13 +200,7 @@ SHAPES: dict[str, list[Call]] = {
         attention_call("tinyllama 8k", 32, 4, 64, 8192),
     ],
     "decode_layers": [
-        step_call("mistral, 2 layers, 1k", 2, 4096, 32, 8, 128, 14336, 32000, dtypes=("fp16",), devices=_GPU),
-        step_call(
-            *("gpt2, 12 layers, 1k", 12, 768, 12, 12, 64, 3072, 50257),
-            gpt2=True,
-            dtypes=("fp16", "fp32"),
-            devices=_GPU,
-        ),
+        layers_call("gpt2, 12 layers, 1k", 12, 768, 12, 64, dtypes=("fp16", "fp32"), devices=_GPU),
     ],
     "packed_gemv_swiglu": [
         *(packed_call(f"mistral 4096->2x14336, {format}", format, 4096, 28672, devices=_GPU) for format in FORMATS),

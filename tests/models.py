@@ -33,6 +33,8 @@ SHORT = dict(max_new_tokens=12, do_sample=False)
 VOCAB = 307
 #: sliding window of the random Mistral; small, so that every test crosses it
 WINDOW = 16
+#: sizes of GPT-2 small, for which a GPU has an op that makes all layers
+GPT2_SMALL = dict(n_embd=768, n_head=12, n_inner=3072)
 TINY_PYTHON = Path(__file__).resolve().parent.parent / "examples" / "tiny-python"
 # The weights spread so wide that attention matters; at transformers' 0.02 the embeddings decide nearly alone.
 _SPREAD = 0.15

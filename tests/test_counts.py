@@ -55,6 +55,14 @@ def test_a_product_of_a_feature_is_declared_and_has_a_row():
     assert [path.name for path in endings] == ["toolchain.py"]
 
 
+def test_three_files_write_a_layer_down():
+    """Families of any form are one function over parts; kernels for all layers at once have their reference."""
+    command = r'grep -rlE "def decoder_layer\(|kAttentionNormWeight,|attention_norm_weight.,$" hf_fastpath csrc'
+    where = found(f"{command} --include=*.py --include=*.cpp")
+    layers = ("decode/sources/steps.py", "ops/decode_layers.py")
+    assert sorted(where) == ["csrc/decode_layers/decode_layers_cuda.cpp", *(f"hf_fastpath/{each}" for each in layers)]
+
+
 def test_two_tables_choose_products():
     tables = found(r'grep -rlE " kRoutes\[\]" csrc')
     assert sorted(tables) == ["csrc/products/select_cpu.cpp", "csrc/products/select_cuda.cu"]

@@ -100,64 +100,41 @@ inline void check_projections(const Tensor& x, const std::optional<Tensor>& k_we
                   "hf_fastpath::qkv_rope_append: transposed takes all projections in q_weight");
 }
 
-#define HF_FASTPATH_COMPOSED_OPS(device)                                                                     \
-  Tensor rms_norm_##device(const Tensor& x, const std::optional<Tensor>& weight, double eps,                 \
-                           const std::optional<Tensor>& residual, double weight_offset = 0.0,                \
-                           bool programmatic_launch = false,                                                 \
-                           const std::optional<Tensor>& factor = std::nullopt);                              \
-  Tensor layer_norm_##device(const Tensor& x, const std::optional<Tensor>& weight,                           \
-                             const std::optional<Tensor>& bias, double eps,                                  \
-                             const std::optional<Tensor>& residual = std::nullopt);                          \
-  Tensor rope_append_##device(                                                                               \
-      const Tensor& qkv, const std::optional<Tensor>& bias, const std::optional<Tensor>& cos,                \
-      const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,                        \
-      const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,       \
-      const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,                          \
-      const std::optional<Tensor>& block_table = std::nullopt, bool neighbors = false,                       \
-      const std::optional<Tensor>& q_norm_weight = std::nullopt,                                             \
-      const std::optional<Tensor>& k_norm_weight = std::nullopt, double head_norm_eps = 0.0,                 \
-      double head_norm_offset = 0.0, bool programmatic_launch = false,                                       \
-      const std::optional<Tensor>& k = std::nullopt, const std::optional<Tensor>& v = std::nullopt);         \
-  Tensor gemv_##device(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,             \
-                       const std::optional<Tensor>& residual, int64_t activation, bool transposed,           \
-                       int64_t norm, const std::optional<Tensor>& norm_weight,                               \
-                       const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch,    \
-                       const std::optional<Tensor>& next_weight);                                            \
-  Tensor qkv_rope_append_##device(                                                                           \
-      const Tensor& x, const Tensor& q_weight, const std::optional<Tensor>& k_weight,                        \
-      const std::optional<Tensor>& v_weight, const std::optional<Tensor>& q_bias,                            \
-      const std::optional<Tensor>& k_bias, const std::optional<Tensor>& v_bias, bool transposed,             \
-      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& k_cache,             \
-      const Tensor& v_cache, const Tensor& seq_lens, int64_t num_heads,                                      \
-      const std::optional<Tensor>& kv_table, int64_t layer, int64_t norm,                                    \
-      const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double norm_eps,     \
-      bool programmatic_launch, const std::optional<Tensor>& k_scales,                                       \
-      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table, bool neighbors,       \
-      const std::optional<Tensor>& q_norm_weight = std::nullopt,                                             \
-      const std::optional<Tensor>& k_norm_weight = std::nullopt, double head_norm_eps = 0.0,                 \
-      double head_norm_offset = 0.0);                                                                        \
-  Tensor decode_attention_##device(                                                                          \
-      const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& seq_lens,                 \
-      const std::optional<Tensor>& starts, double scale, int64_t window,                                     \
-      const std::optional<Tensor>& kv_table, int64_t layer, const std::optional<Tensor>& workspace,          \
-      bool programmatic_launch, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,   \
-      const std::optional<Tensor>& v_scales, const std::optional<Tensor>& block_table = std::nullopt,        \
-      double softcap = 0.0, const std::optional<Tensor>& slopes = std::nullopt,                              \
-      const std::optional<Tensor>& biases = std::nullopt, const std::optional<Tensor>& other = std::nullopt, \
-      const std::optional<Tensor>& other_lse = std::nullopt,                                                 \
-      const std::optional<Tensor>& lse = std::nullopt);                                                      \
-  Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,           \
-                              int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight,    \
-                              const std::optional<Tensor>& norm_bias, double norm_eps,                       \
-                              bool programmatic_launch, const std::optional<Tensor>& next_weight);           \
-  Tensor fused_swiglu_##device(const Tensor& gate, const Tensor& up, int64_t activation);                    \
-  inline Tensor normed_##device(const Tensor& x, NormKind norm, const std::optional<Tensor>& weight,         \
-                                const std::optional<Tensor>& bias, double eps) {                             \
-    if (norm == NormKind::kNone) return x;                                                                   \
-    STD_TORCH_CHECK(!is_rms(norm) || (weight && !bias),                                                      \
-                    "hf_fastpath: norm 'rms' takes norm_weight and no norm_bias");                           \
-    return is_rms(norm) ? rms_norm_##device(x, *weight, eps, std::nullopt, weight_offset(norm))              \
-                        : layer_norm_##device(x, weight, bias, eps);                                         \
+#define HF_FASTPATH_COMPOSED_OPS(device)                                                                  \
+  Tensor rms_norm_##device(const Tensor& x, const std::optional<Tensor>& weight, double eps,              \
+                           const std::optional<Tensor>& residual, double weight_offset = 0.0,             \
+                           bool programmatic_launch = false,                                              \
+                           const std::optional<Tensor>& factor = std::nullopt);                           \
+  Tensor layer_norm_##device(const Tensor& x, const std::optional<Tensor>& weight,                        \
+                             const std::optional<Tensor>& bias, double eps,                               \
+                             const std::optional<Tensor>& residual = std::nullopt);                       \
+  Tensor rope_append_##device(                                                                            \
+      const Tensor& qkv, const std::optional<Tensor>& bias, const std::optional<Tensor>& cos,             \
+      const std::optional<Tensor>& sin, const Tensor& k_cache, const Tensor& v_cache,                     \
+      const Tensor& seq_lens, int64_t num_heads, const std::optional<Tensor>& kv_table, int64_t layer,    \
+      const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,                       \
+      const std::optional<Tensor>& block_table = std::nullopt, bool neighbors = false,                    \
+      const std::optional<Tensor>& q_norm_weight = std::nullopt,                                          \
+      const std::optional<Tensor>& k_norm_weight = std::nullopt, double head_norm_eps = 0.0,              \
+      double head_norm_offset = 0.0, bool programmatic_launch = false,                                    \
+      const std::optional<Tensor>& k = std::nullopt, const std::optional<Tensor>& v = std::nullopt);      \
+  Tensor gemv_##device(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,          \
+                       const std::optional<Tensor>& residual, int64_t activation, bool transposed,        \
+                       int64_t norm, const std::optional<Tensor>& norm_weight,                            \
+                       const std::optional<Tensor>& norm_bias, double norm_eps, bool programmatic_launch, \
+                       const std::optional<Tensor>& next_weight);                                         \
+  Tensor gemv_swiglu_##device(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,        \
+                              int64_t activation, int64_t norm, const std::optional<Tensor>& norm_weight, \
+                              const std::optional<Tensor>& norm_bias, double norm_eps,                    \
+                              bool programmatic_launch, const std::optional<Tensor>& next_weight);        \
+  Tensor fused_swiglu_##device(const Tensor& gate, const Tensor& up, int64_t activation);                 \
+  inline Tensor normed_##device(const Tensor& x, NormKind norm, const std::optional<Tensor>& weight,      \
+                                const std::optional<Tensor>& bias, double eps) {                          \
+    if (norm == NormKind::kNone) return x;                                                                \
+    STD_TORCH_CHECK(!is_rms(norm) || (weight && !bias),                                                   \
+                    "hf_fastpath: norm 'rms' takes norm_weight and no norm_bias");                        \
+    return is_rms(norm) ? rms_norm_##device(x, *weight, eps, std::nullopt, weight_offset(norm))           \
+                        : layer_norm_##device(x, weight, bias, eps);                                      \
   }
 
 HF_FASTPATH_COMPOSED_OPS(cpu)

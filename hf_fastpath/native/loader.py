@@ -94,6 +94,12 @@ def cuda_archs() -> tuple[str, ...]:
     return tuple((description("cuda") or {}).get("cuda_archs", ()))
 
 
+def has_hopper_code(device: torch.device) -> bool:
+    """Whether a GPU has clusters and bulk copies, and the loaded library was made for one that has."""
+    made = any(int(arch.rstrip("af")) >= 90 for arch in cuda_archs())
+    return made and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _unknown(device: str) -> Status:
     """Return the status of a kind of device that the project has no kernels for."""
     return _without(device, f"there are kernels for CPUs and NVIDIA GPUs, none for {device}", "unsupported_device")

@@ -1,90 +1,50 @@
-"""All decoder layers of one new token of each sequence, the final norm and the head, in one call."""
+"""All decoder layers of one new token of one sequence in one call, for models of GPT-2's form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..choices import Activation, NormKind
+from ..native import loader
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .decode_attention import moved as attention_bytes
 from .decode_attention import reference as decode_attention
 from .decode_attention import why_not as attention_reasons
-from .fused_swiglu import GATES
-from .gemv import ACTIVATIONS, MAX_ROWS
+from .gemv import ACTIVATIONS
 from .gemv import reference as gemv
-from .gemv_swiglu import reference as gemv_swiglu
 from .kv_cache import refuse_kv_table, slot_positions
-from .norm import NORMS, RMS_NORMS
 from .qkv_rope_append import reference as qkv_rope_append
-from .rope_append import random_angles
-from .rope_append import why_not as rope_reasons
 
 #: the tensors that ``weights`` holds for every layer, in this order
 LAYER_TENSORS = (
     "attention_norm_weight",
     "attention_norm_bias",
-    "q_weight",
-    "q_bias",
-    "k_weight",
-    "k_bias",
-    "v_weight",
-    "v_bias",
+    "qkv_weight",
+    "qkv_bias",
     "out_weight",
     "out_bias",
     "mlp_norm_weight",
     "mlp_norm_bias",
-    "gate_weight",
     "up_weight",
     "up_bias",
     "down_weight",
     "down_bias",
 )
-#: the tensors that follow the layers in ``weights``
-OUTER_TENSORS = ("final_norm_weight", "final_norm_bias", "head_weight", "head_bias")
-_HEAD = OUTER_TENSORS.index("head_weight") - len(OUTER_TENSORS)  # its index from the end
-#: weights that every model has
-_NEEDED = ("q_weight", "out_weight", "up_weight", "down_weight", "head_weight")
+#: those that every layer has
+_NEEDED = ("qkv_weight", "out_weight", "up_weight", "down_weight")
+#: the only size of heads that CUDA has kernels for, and the most heads
+_CUDA_HEAD_DIM, _CUDA_HEADS = 64, 16
+#: sizes of the stream that CUDA has kernels for; the larger ones for types of 16 bits only
+_CUDA_HIDDEN, _CUDA_HIDDEN_16_BIT = (768,), (768, 1024)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a model, taken from its first layer and its head; ``qkv_features`` counts all three projections."""
-
-    layers: int
-    hidden_size: int
-    q_features: int
-    qkv_features: int
-    intermediate_size: int
-    vocab_size: int
-
-
-def by_name(weights: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return ``weights``, or what stands for them, as one dictionary for every layer and one for what follows."""
-    layers, size = len(weights) // len(LAYER_TENSORS), len(LAYER_TENSORS)
-    named = [dict(zip(LAYER_TENSORS, weights[i * size : (i + 1) * size])) for i in range(layers)]
-    return named, dict(zip(OUTER_TENSORS, weights[layers * size :]))
-
-
-def sizes(weights: Sequence[torch.Tensor], q_features: int, transposed: bool) -> Sizes:
-    """Return the sizes of the model that ``weights`` make up; a size that no matrix tells is 0."""
-    layers, outer = by_name(weights)
-
-    def outputs(weight: torch.Tensor, transposed: bool = False) -> int:
-        return weight.shape[1 if transposed else 0] if weight.dim() == 2 else 0
-
-    first = layers[0]
-    return Sizes(
-        layers=len(layers),
-        hidden_size=outputs(first["out_weight"], transposed),
-        q_features=q_features,
-        qkv_features=sum(outputs(first[name], transposed) for name in ("q_weight", "k_weight", "v_weight")),
-        intermediate_size=outputs(first["up_weight"], transposed),
-        vocab_size=outputs(outer["head_weight"]),
-    )
+def by_layer(weights: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return ``weights``, or what stands for them, as one dictionary for every layer."""
+    size = len(LAYER_TENSORS)
+    return [dict(zip(LAYER_TENSORS, weights[at : at + size])) for at in range(0, len(weights), size)]
 
 
 def reference(
@@ -92,120 +52,103 @@ def reference(
     weights: Sequence[torch.Tensor],
     k_caches: Sequence[torch.Tensor],
     v_caches: Sequence[torch.Tensor],
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
     seq_lens: torch.Tensor,
     starts: torch.Tensor | None,
     num_heads: int,
     scale: float,
     windows: Sequence[int],
-    norm: NormKind,
     norm_eps: float,
     activation: Activation,
-    transposed: bool,
     kv_table: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
     programmatic_launch: bool = False,
 ) -> torch.Tensor:
-    """Compute ``x += out(attention(norm(x))); x += down(mlp(norm(x)))`` for each layer, then ``head(norm(x))``.
+    """Compute ``x += out(attention(norm(x))); x += down(activation(up(norm(x))))`` for each layer.
 
     Args:
-        x: [batch, 1, hidden_size], embeddings of the new tokens; batch 1 to 16, on CUDA 1.
-        weights: for every layer the tensors named in ``LAYER_TENSORS``, then those of ``OUTER_TENSORS``; a tensor that
-            the model lacks is empty. All layers have the same tensors in the same shapes. Without ``k_weight`` and
-            ``v_weight``, ``q_weight`` holds all three projections one after the other. With ``gate_weight`` the MLP is
-            ``activation(gate) * up``, without biases; else it is ``activation(up)``.
-        k_caches, v_caches: [batch, num_kv_heads, capacity, head_dim] for every layer, as in ``qkv_rope_append``;
-            written in place. A layer may have its own capacity.
-        cos, sin: [batch or 1, 1, rotary_dim], rotary_dim even and at most head_dim; None: no rotation.
-        seq_lens: int32 [batch], tokens that a sequence holds with the new one.
-        starts: int32 [batch], first visible position (left padding), or None for 0.
-        num_heads: number of query heads.
+        x: [1, 1, hidden_size], embedding of the new token, contiguous. On CUDA hidden_size is 768, or 1024 in float16
+            and bfloat16, and the GPU's compute capability is 9.0.
+        weights: for every layer the tensors named in ``LAYER_TENSORS``; a bias, or weight of a norm, that the model
+            lacks is empty. All layers have the same tensors in the same shapes. Matrices are stored
+            [in_features, out_features] as ``Conv1D`` does; ``qkv_weight`` holds all three projections. Norms are layer
+            norms. On CUDA the MLP has 4 * hidden_size features, and rows of matrices begin at 16 bytes.
+        k_caches, v_caches: [1, num_heads, capacity, head_dim] for every layer, contiguous, in x's dtype; written in
+            place. A layer may have its own capacity. On CUDA head_dim is 64.
+        seq_lens: int32 [1], tokens that the sequence holds with the new one.
+        starts: int32 [1], first visible position (left padding), or None for 0.
+        num_heads: number of heads; on CUDA at most 16.
         scale: factor on the scores.
         windows: for every layer the positions that a token sees, itself included; 0 for all.
-        norm: ``rms`` or ``layer``, of every norm.
         norm_eps: of every norm.
-        activation: of the MLP; with a gate ``silu``, ``gelu_tanh`` or ``gelu``, else one that ``gemv`` takes.
-        transposed: the layers' matrices are stored [in_features, out_features] as ``Conv1D`` does; ``q_weight`` then
-            holds all three projections and there is no gate. The head is always [vocab_size, hidden_size].
+        activation: of the MLP, one that ``gemv`` takes.
         kv_table: int64 [layers, 3], see ``rope_append``; replaces the addresses and capacities of the caches.
-        workspace: see ``decode_attention``.
         programmatic_launch: CUDA may read weights, lengths, table and all but the newest position of the caches while
             the kernel in front on this stream still runs. It is allowed only if that kernel writes none of them. The
             result does not depend on it.
 
     Returns:
-        [batch, 1, vocab_size] logits in x's dtype.
+        [1, 1, hidden_size] in x's dtype: the stream behind the last layer. CUDA keeps it in float32 between layers.
 
     Raises:
-        OpInputError: shapes, dtypes, devices or lengths of lists do not fit, or layers are not alike.
+        OpInputError: shapes, dtypes, devices or lengths of lists do not fit, layers are not alike, or the GPU has no
+            kernels for them.
 
-    Source: transformers ``models/mistral/modeling_mistral.py@5.17``, ``MistralDecoderLayer``, ``MistralModel``;
-    ``models/gpt2/modeling_gpt2.py@5.17``, ``GPT2Block``.
+    Source: transformers ``models/gpt2/modeling_gpt2.py@5.17``, ``GPT2Block``.
     """
     refuse_kv_table(kv_table)
-
-    def normed_by(tensors: dict[str, Any], name: str) -> dict[str, Any]:
-        weight, bias = tensors[f"{name}_weight"], tensors[f"{name}_bias"]
-        return {"norm": norm, "norm_weight": weight, "norm_bias": bias, "norm_eps": norm_eps}
-
-    layers, outer = by_name([tensor if tensor.numel() else None for tensor in weights])
+    layers = by_layer([tensor if tensor.numel() else None for tensor in weights])
     for w, k_cache, v_cache, window in zip(layers, k_caches, v_caches, windows):
-        attention_norm, mlp_norm = normed_by(w, "attention_norm"), normed_by(w, "mlp_norm")
-        qkv = w["q_weight"], w["k_weight"], w["v_weight"], w["q_bias"], w["k_bias"], w["v_bias"]
+        norms = (
+            dict(norm=NormKind.LAYER, norm_weight=w[f"{of}_weight"], norm_bias=w[f"{of}_bias"], norm_eps=norm_eps)
+            for of in ("attention_norm", "mlp_norm")
+        )
+        qkv = w["qkv_weight"], None, None, w["qkv_bias"], None, None
         at = k_cache, v_cache, seq_lens
-        queries = qkv_rope_append(x, *qkv, transposed, cos, sin, *at, num_heads, **attention_norm)
+        queries = qkv_rope_append(x, *qkv, True, None, None, *at, num_heads, **next(norms))
         mixed = decode_attention(queries, *at, starts, scale, window)
-        x = gemv(mixed, w["out_weight"], w["out_bias"], x, Activation.NONE, transposed)
-        if w["gate_weight"] is None:
-            hidden = gemv(x, w["up_weight"], w["up_bias"], None, activation, transposed, **mlp_norm)
-        else:
-            hidden = gemv_swiglu(x, w["gate_weight"], w["up_weight"], activation, **mlp_norm)
-        x = gemv(hidden, w["down_weight"], w["down_bias"], x, Activation.NONE, transposed)
-    return gemv(x, outer["head_weight"], outer["head_bias"], **normed_by(outer, "final_norm"))
+        x = gemv(mixed, w["out_weight"], w["out_bias"], x, Activation.NONE, True)
+        hidden = gemv(x, w["up_weight"], w["up_bias"], None, activation, True, **next(norms))
+        x = gemv(hidden, w["down_weight"], w["down_bias"], x, Activation.NONE, True)
+    return x
 
 
-def fake(x, weights):
-    return x.new_empty(x.shape[0], 1, weights[_HEAD].shape[0])
+def fake(x):
+    return torch.empty_like(x)
 
 
-def why_not(
-    x,
-    weights,
-    k_caches,
-    v_caches,
-    cos,
-    sin,
-    seq_lens,
-    starts,
-    num_heads,
-    windows,
-    norm,
-    activation,
-    transposed,
-    kv_table,
-    workspace,
-) -> list[str]:
-    most = 1 if x.device.type == "cuda" else MAX_ROWS
-    if x.dim() != 3 or x.shape[1] != 1 or not 1 <= x.shape[0] <= most:
-        expected = f"[1 to {most}, 1, hidden_size]: one token of each sequence"
-        return [f"x has shape {tuple(x.shape)}, expected {expected}"]
+def why_not(x, weights, k_caches, v_caches, seq_lens, starts, num_heads, windows, activation, kv_table) -> list[str]:
+    if x.dim() != 3 or x.shape[:2] != (1, 1) or not x.is_contiguous():
+        shape, strides = tuple(x.shape), x.stride()
+        return [f"x has shape {shape} and strides {strides}, expected [1, 1, hidden_size] and contiguous: one token"]
     reasons = _count_reasons(weights, k_caches, v_caches, windows)
     if not reasons and k_caches[0].dim() != 4:
-        reasons = [f"k_caches[0] has shape {tuple(k_caches[0].shape)}, expected [batch, kv_heads, capacity, head_dim]"]
+        reasons = [f"k_caches[0] has shape {tuple(k_caches[0].shape)}, expected [1, num_heads, capacity, head_dim]"]
     if reasons:
         return reasons
-    num_kv_heads, _, head_dim = k_caches[0].shape[1:]
-    reasons = choice_reason("norm", norm, NORMS[1:]) + tensor_reasons(x)
-    reasons += weight_reasons(x, weights, num_heads, num_kv_heads, head_dim, norm, activation, transposed)
-    qkv = x.new_empty(x.shape[0], 1, (num_heads + 2 * num_kv_heads) * head_dim)
-    q = x.new_empty(x.shape[0], 1, num_heads, head_dim)
+    head_dim = k_caches[0].shape[3]
+    reasons = choice_reason("activation", activation, ACTIVATIONS) + tensor_reasons(x)
+    reasons += weight_reasons(x, weights, num_heads, head_dim)
+    q = x.new_empty(1, 1, num_heads, head_dim)
     for layer, (k_cache, v_cache, window) in enumerate(zip(k_caches, v_caches, windows)):
-        found = rope_reasons(qkv, None, cos, sin, k_cache, v_cache, seq_lens, num_heads, kv_table, layer)
-        found += attention_reasons(q, k_cache, v_cache, seq_lens, starts, window, kv_table, layer, workspace)
+        found = attention_reasons(q, k_cache, v_cache, seq_lens, starts, window, kv_table, layer)
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            found += _cache_reasons(name, cache, x, num_heads)
         reasons += [f"layer {layer}: {reason}" for reason in dict.fromkeys(found)]
         if found:
             break  # the reasons of the next layer would be the same
+    return reasons
+
+
+def _cache_reasons(name: str, cache: torch.Tensor, x: torch.Tensor, num_heads: int) -> list[str]:
+    """Return reasons why the kernels do not take a cache, whose shape else fits ``x``."""
+    if cache.dim() != 4:
+        return []  # attention's reasons say so
+    reasons = []
+    if cache.dtype != x.dtype:
+        reasons.append(f"{name} is {cache.dtype}, expected {x.dtype} as x: call the ops of a layer in turn")
+    if cache.shape[1] != num_heads:
+        reasons.append(f"{name} has {cache.shape[1]} heads, expected {num_heads}, one for each of the queries")
+    if not cache.is_contiguous():
+        reasons.append(f"{name} has strides {cache.stride()}: make it contiguous")
     return reasons
 
 
@@ -218,80 +161,74 @@ def _count_reasons(weights, k_caches, v_caches, windows) -> list[str]:
     for name, values in (("v_caches", v_caches), ("windows", windows)):
         if len(values) != layers:
             reasons.append(f"{name} has {len(values)} entries, expected {layers}, one for every layer as k_caches")
-    if len(weights) != layers * len(LAYER_TENSORS) + len(OUTER_TENSORS):
-        reasons.append(
-            f"weights has {len(weights)} tensors, expected {len(LAYER_TENSORS)} for each of the {layers} layers and "
-            f"{len(OUTER_TENSORS)} more"
-        )
+    if len(weights) != layers * len(LAYER_TENSORS):
+        each = f"{len(LAYER_TENSORS)} for each of the {layers} layers"
+        reasons.append(f"weights has {len(weights)} tensors, expected {each}")
     return reasons
 
 
-def weight_reasons(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    norm: NormKind,
-    activation: Activation,
-    transposed: bool,
-) -> list[str]:
-    """Return reasons why the weights do not fit together, up to the first layer with one; ``x`` as in ``reference``."""
-    layers, outer = by_name(weights)
-    model = sizes(weights, num_heads * head_dim, transposed)
+def weight_reasons(x: torch.Tensor, weights: Sequence[torch.Tensor], num_heads: int, head_dim: int) -> list[str]:
+    """Return reasons why the weights do not fit together, or a GPU has no kernels for them.
+
+    Reasons end with the first layer that has one. ``x`` and ``weights`` are those of ``reference``.
+    """
+    layers = by_layer(weights)
     present = {name for name, tensor in layers[0].items() if tensor.numel()}
-    gated, separate = "gate_weight" in present, "k_weight" in present
-    reasons = choice_reason("activation", activation, GATES if gated else ACTIVATIONS)
-    if separate != ("v_weight" in present) or (not separate and present & {"k_bias", "v_bias"}):
-        reasons.append("k_weight and v_weight go together, with their biases: pass both or neither")
-    if transposed and (separate or gated):
-        reasons.append("transposed takes all projections in q_weight and no gate_weight: pass the others empty")
-    if gated and "up_bias" in present:
-        reasons.append("gate_weight takes no up_bias: pass it empty")
-    if reasons:
-        return reasons
-    hidden, inner = x.shape[2], model.intermediate_size
-    kv_features = num_kv_heads * head_dim
-    q_features = model.q_features + (0 if separate else 2 * kv_features)
-    matrices = {
-        "q": (q_features, hidden),
-        "k": (kv_features, hidden),
-        "v": (kv_features, hidden),
-        "out": (hidden, model.q_features),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-    }
-    shapes: dict[str, tuple[int, ...]] = {f"{name}_bias": size[:1] for name, size in matrices.items()}
-    shapes |= {f"{name}_weight": size[::-1] if transposed else size for name, size in matrices.items()}
-    shapes |= {"head_weight": (model.vocab_size, hidden), "head_bias": (model.vocab_size,)}
-    for number, tensors in enumerate([*layers, outer]):
-        where = f"layer {number}: " if number < len(layers) else ""
+    hidden, features = x.shape[2], num_heads * head_dim
+    up = layers[0]["up_weight"]
+    inner = up.shape[1] if up.dim() == 2 else 0
+    reasons = _cuda_reasons(x, num_heads, head_dim, inner) if x.is_cuda else []
+    sizes = {"qkv": (hidden, 3 * features), "out": (features, hidden), "up": (hidden, inner), "down": (inner, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}_weight": size for name, size in sizes.items()}
+    shapes |= {f"{name}_bias": size[1:] for name, size in sizes.items()}
+    for number, tensors in enumerate(layers):
         for name, tensor in tensors.items():
             found = tensor_reasons(x, **{name: tensor})
             if tensor.numel():
                 found += shape_reason(name, tensor, shapes.get(name, (hidden,)))
-                if tensor.dim() == 2 and tensor.stride(1) != 1:
-                    found.append(f"{name} has strides {tensor.stride()}: make its rows contiguous")
-                if norm in RMS_NORMS and name.endswith("norm_bias"):
-                    found.append(f"norm {NormKind(norm).label!r} takes no {name}: pass it empty")
-            elif name in _NEEDED or (norm in RMS_NORMS and name.endswith("norm_weight")):
+                found += _layout_reasons(name, tensor)
+            elif name in _NEEDED:
                 found.append(f"{name} is empty, expected a weight")
-            if number < len(layers) and bool(tensor.numel()) != (name in present):
+            if bool(tensor.numel()) != (name in present):
                 found.append(f"{name} is {'given' if tensor.numel() else 'empty'}, unlike the first layer's")
-            reasons += [where + reason for reason in dict.fromkeys(found)]
+            reasons += [f"layer {number}: {reason}" for reason in dict.fromkeys(found)]
         if reasons:
             break  # the reasons of the next layer would be the same
     return reasons
 
 
-def moved(x, weights, k_caches, cos, sin, seq_lens, starts, windows) -> int:
+def _layout_reasons(name: str, tensor: torch.Tensor) -> list[str]:
+    """Return a reason if a weight does not lie in memory as kernels read it."""
+    if tensor.dim() == 1 and not tensor.is_contiguous():
+        return [f"{name} has strides {tensor.stride()}: make it contiguous"]
+    if tensor.dim() == 2 and tensor.stride(1) != 1:
+        return [f"{name} has strides {tensor.stride()}: make its rows contiguous"]
+    if tensor.is_cuda and tensor.dim() == 2 and (tensor.data_ptr() | tensor.stride(0) * tensor.element_size()) % 16:
+        return [f"{name} has rows that do not begin at 16 bytes: copy it"]
+    return []
+
+
+def _cuda_reasons(x: torch.Tensor, num_heads: int, head_dim: int, inner: int) -> list[str]:
+    """Return reasons why there are no kernels for these sizes on the GPU of ``x``."""
+    hidden, reasons = x.shape[2], []
+    sizes = _CUDA_HIDDEN if x.dtype == torch.float32 else _CUDA_HIDDEN_16_BIT
+    if not loader.has_hopper_code(x.device):
+        reasons.append("the GPU, or what the library was made for, is not of compute capability 9.0 or newer")
+    if hidden not in sizes or inner != 4 * hidden:
+        wanted = " or ".join(map(str, sizes))
+        reasons.append(f"hidden_size is {hidden} and the MLP's {inner}, expected {wanted} and four times that")
+    if head_dim != _CUDA_HEAD_DIM or num_heads > _CUDA_HEADS:
+        wanted = f"at most {_CUDA_HEADS} of {_CUDA_HEAD_DIM}"
+        reasons.append(f"there are {num_heads} heads of {head_dim} features, expected {wanted}")
+    return [f"{reason}: call the ops of a layer in turn" for reason in reasons]
+
+
+def moved(x, weights, k_caches, seq_lens, starts, windows) -> int:
     nothing = x.new_empty(x.shape[0], 1, 0, k_caches[0].shape[3])  # queries count no bytes: they need not reach memory
     read = sum(
         attention_bytes(nothing, k_cache, seq_lens, starts, window) for k_cache, window in zip(k_caches, windows)
     )
-    logits = weights[_HEAD].shape[0] * x.element_size()
-    return nbytes(x, *weights, cos, sin, seq_lens, starts) + read + logits
+    return nbytes(x, *weights, seq_lens, starts) + read + nbytes(x)
 
 
 def samples(device: torch.device, dtype: torch.dtype):
@@ -301,90 +238,63 @@ def samples(device: torch.device, dtype: torch.dtype):
     def call(
         hidden_size,
         heads,
-        kv_heads,
         head_dim,
         intermediate_size,
-        vocab_size,
         seq_len,
         capacities,
         windows=None,
         start=None,
-        norm=NormKind.RMS,
-        activation=Activation.SILU,
-        gated=True,
-        layout="separate",
-        bias=False,
-        rotary_dim=None,
-        kv=None,
+        activation=Activation.GELU_TANH,
+        bias=True,
         programmatic_launch=False,
     ):
         absent = randn(0)
-        seq_lens = [seq_len] if isinstance(seq_len, int) else seq_len
-        batch = len(seq_lens)
 
-        def matrix(out_features, in_features):
-            weight = randn(out_features, in_features) * in_features**-0.5
-            return weight.t().contiguous() if layout == "conv1d" else weight
+        def linear(in_features, out_features):
+            weight = randn(in_features, out_features) * in_features**-0.5
+            return [weight, randn(out_features) if bias else absent]
 
-        def linear(out_features, in_features):
-            return [matrix(out_features, in_features), randn(out_features) if bias else absent]
+        def norm():
+            return [randn(hidden_size), randn(hidden_size) if bias else absent]
 
-        def norm_tensors():
-            return [randn(hidden_size), randn(hidden_size) if norm == NormKind.LAYER else absent]
-
-        features, kv_features = heads * head_dim, kv_heads * head_dim
+        features = heads * head_dim
         weights, caches = [], [[], []]
-        lens = torch.tensor(seq_lens, device=device, dtype=torch.int32)
+        lens = torch.tensor([seq_len], device=device, dtype=torch.int32)
         for capacity in capacities:
-            weights += norm_tensors()
-            if layout == "separate":
-                for size in (features, kv_features, kv_features):
-                    weights += linear(size, hidden_size)
-            else:
-                weights += [*linear(features + 2 * kv_features, hidden_size), *[absent] * 4]
-            weights += linear(hidden_size, features) + norm_tensors()
-            up = intermediate_size, hidden_size
-            weights += [matrix(*up), matrix(*up), absent] if gated else [absent, *linear(*up)]
-            weights += linear(hidden_size, intermediate_size)
+            weights += [*norm(), *linear(hidden_size, 3 * features), *linear(features, hidden_size)]
+            weights += [*norm(), *linear(hidden_size, intermediate_size), *linear(intermediate_size, hidden_size)]
             for part in caches:
-                cache = torch.randn(batch, kv_heads, capacity, head_dim, device=device).to(kv or dtype)
+                cache = randn(1, heads, capacity, head_dim)
                 unwritten = (slot_positions(lens - 1, capacity) < 0)[:, None, :, None]
                 cache.masked_fill_(unwritten, float("nan"))
                 part.append(cache)
-        weights += norm_tensors()
-        weights += [randn(vocab_size, hidden_size) * hidden_size**-0.5, randn(vocab_size) if bias else absent]
-        cos, sin = random_angles(batch, 1, rotary_dim, device, dtype)
-        starts = None if start is None else torch.tensor([start] * batch, device=device, dtype=torch.int32)
+        starts = None if start is None else torch.tensor([start], device=device, dtype=torch.int32)
         return Sample(
-            *(randn(batch, 1, hidden_size), weights, *caches, cos, sin, lens, starts, heads, head_dim**-0.5),
-            *(windows or [0] * len(capacities), norm, 1e-5, activation, layout == "conv1d"),
+            *(randn(1, 1, hidden_size), weights, *caches, lens, starts, heads, head_dim**-0.5),
+            *(windows or [0] * len(capacities), 1e-5, activation),
             programmatic_launch=programmatic_launch,
         )
 
-    # Mistral whose second layer has a ring; GPT-2; many heads to a KV head, and padding; plain MLPs
-    yield call(256, 4, 2, 64, 512, 501, 40, [64, 24], windows=[0, 16], rotary_dim=64)
-    gpt2 = dict(norm=NormKind.LAYER, activation=Activation.GELU_TANH, gated=False, layout="conv1d", bias=True)
-    yield call(256, 4, 4, 64, 1024, 503, 33, [33, 40], programmatic_launch=True, **gpt2)
-    yield call(256, 8, 1, 64, 320, 100, 20, [32, 32, 32], start=3, rotary_dim=64, programmatic_launch=True)
-    yield call(192, 3, 1, 64, 256, 64, 1, [8], activation=Activation.RELU, gated=False, layout="fused", bias=True)
-    gelu = dict(activation=Activation.GELU)
-    yield call(128, 2, 2, 64, 192, 77, 300, [310, 310], gated=False, bias=True, rotary_dim=32, **gelu)
-    yield call(90, 3, 1, 40, 111, 7, 19, [30, 30], [8, 8], rotary_dim=24, norm=NormKind.RMS_OFFSET, **gelu)
-    yield call(33, 2, 1, 32, 17, 1, 9, [9], norm=NormKind.LAYER, bias=True, kv=torch.float16, **gelu)
-    yield call(1024, 8, 2, 128, 2816, 1000, 701, [1024], rotary_dim=128)  # Llama, several parts of everything
-    if device.type == "cuda":  # GPT-2's own sizes, small and medium, for which CUDA has kernels of its own
-        yield call(768, 12, 12, 64, 3072, 50, 1030, [1040, 200], [0, 190], 3, programmatic_launch=True, **gpt2)
-        yield call(1024, 16, 16, 64, 4096, 50, 31, [40], **gpt2)
+    if device.type == "cuda":  # GPT-2's own sizes, small and medium, for which CUDA has kernels
+        yield call(768, 12, 64, 3072, 1030, [1040, 200], [0, 190], 3, programmatic_launch=True)
+        yield call(768, 12, 64, 3072, 1, [8], bias=False)
+        yield call(768, 3, 64, 3072, 40, [64, 24], [0, 16], 3, activation=Activation.RELU)
+        if dtype != torch.float32:
+            yield call(1024, 16, 64, 4096, 31, [40], activation=Activation.GELU, programmatic_launch=True)
+        return
+    yield call(256, 4, 64, 1024, 33, [33, 40], programmatic_launch=True)
+    yield call(192, 3, 64, 256, 1, [8], activation=Activation.RELU, bias=False)
+    yield call(90, 3, 40, 111, 19, [30, 30, 30], [8, 0, 8], 3, activation=Activation.GELU)
+    yield call(33, 2, 32, 17, 300, [310], activation=Activation.GELU)
 
 
 SPEC = register(
     OpSpec(
         name="decode_layers",
         schema=(
-            "(Tensor x, Tensor[] weights, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor? cos, Tensor? sin, "
-            "Tensor seq_lens, Tensor? starts, int num_heads, float scale, int[] windows, int norm, float norm_eps, "
-            "int activation, bool transposed, Tensor? kv_table=None, Tensor(c!)? workspace=None, "
-            "bool programmatic_launch=False) -> Tensor"
+            "(Tensor x, Tensor[] weights, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor seq_lens, "
+            "Tensor? starts, int num_heads, float scale, int[] windows, float norm_eps, int activation, "
+            "Tensor? kv_table=None, bool programmatic_launch=False) -> Tensor"
         ),
         reference=reference,
         fake=fake,

@@ -9,8 +9,6 @@ from ..registry import OpSpec, Sample, nbytes, register, tensor_reasons
 
 #: ways to read on a GPU, by number; on a CPU number 0 is one stream for each thread, the others are eight streams
 VARIANTS = ("tile", "persistent", "bulk")
-#: compute capability from which a GPU has bulk copies
-BULK_COPY_CAPABILITY = (9, 0)
 
 
 def reference(buffer: torch.Tensor, variant: int = 0) -> torch.Tensor:
@@ -41,10 +39,7 @@ def variants(device: torch.device) -> tuple[int, ...]:
     """Return the numbers of the variants that differ on ``device``."""
     if device.type != "cuda":
         return (0, 1)
-    bulk = torch.cuda.get_device_capability(device) >= BULK_COPY_CAPABILITY and any(
-        int(arch.rstrip("af")) >= 90 for arch in loader.cuda_archs()
-    )
-    return (0, 1, 2) if bulk else (0, 1)
+    return (0, 1, 2) if loader.has_hopper_code(device) else (0, 1)
 
 
 def why_not(buffer, variant=0) -> list[str]:

@@ -19,7 +19,7 @@ from .places import Places
 from .steps import CLOCKED, PLAIN, WARM, Clocked, Marked, Plain, Replayed, Runner, typical
 from .times import Scaled
 
-#: ops that make all layers, and what is behind them, in one call
+#: ops that make all layers in one call
 ONE_CALL = (ops.decode_layers.overload,)
 #: steps for learning which kernels each call starts: the first describes the calls, and the second loads kernels
 _LEARNING = 4
@@ -108,21 +108,14 @@ def on_gpu(session: Calls) -> Times:
     program, described = marked.program, marked.described[id(marked.program)]
     replayed, steps = _replays(session, as_list=False)
     within: list[str | None] = [None] * len(starts)
-    scaled = None
+    scaled: Scaled | None = None
     method = "CUPTI's records of the kernels of replayed steps, each from the end of the call in front to its own"
     if (place := place_of_one_call(program)) is not None:
         listed, by_list = _started(session, as_list=True)
         described = by_list.described[id(by_list.program)]
-        count, op = len(listed) - len(starts) + 1, op_name(program.calls[place].op)
-        if starts[place] == [name for names in listed[place : place + count] for name in names]:
-            # the op starts the kernels of its calls in turn, so that nothing has to be scaled
-            starts = [*starts[:place], *listed[place : place + count], *starts[place + 1 :]]
-            within = [op if place <= each < place + count else None for each in range(len(starts))]
-            us = typical([kernels.added(step, starts) for step in steps])
-        else:
-            one = typical([kernels.added(step, starts) for step in steps])
-            others = _replays(session, as_list=True)[1]
-            us, within, scaled = taken_apart(one, place, op, typical([kernels.added(step, listed) for step in others]))
+        one = typical([kernels.added(step, starts) for step in steps])
+        each = typical([kernels.added(step, listed) for step in _replays(session, as_list=True)[1]])
+        us, within, scaled = taken_apart(one, place, op_name(program.calls[place].op), each)
     else:
         us = typical([kernels.added(step, starts) for step in steps])
     wall = plain.seconds / (plain.count - WARM) * 1e6

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import pytest
 import torch
-from models import CPU, build, fresh, over_architectures, prompt, require_native, without_one_call
+from models import CPU, GPT2_SMALL, build, fresh, over_architectures, prompt, require_native, without_one_call
 from parity import LogitRule, RoundingCache, assert_same_tokens, float64_copy, forced_logits, walk
 from torch import nn
 
@@ -42,11 +42,28 @@ def test_a_token_takes_one_call(architecture, batch, device):
         options = dict(max_new_tokens=60, do_sample=False)
         assert_same_tokens(ours.generate(ids, **options), stock.generate(ids, **options), stock)
     (plan,) = plans(ours)
-    if device.type == "cuda":
-        assert (calls(plan) == ["decode_layers"]) == (batch == 1)
-    else:  # a call of the native library
-        (run,) = plan.program.native_runs
-        assert (run.begin, run.end) == (0, len(plan.program)) and "decode_layers" not in calls(plan)
+    (run,) = plan.program.native_runs  # a call of the native library
+    assert (run.begin, run.end) == (0, len(plan.program)) and "decode_layers" not in calls(plan)
+
+
+@pytest.mark.parametrize("batch", (1, 3))
+def test_layers_of_gpt2_take_one_op_on_a_gpu(cuda, batch):
+    """The op has kernels for GPT-2's own sizes, and for one sequence."""
+    stock, ours = fresh("gpt2", cuda, **GPT2_SMALL)
+    for length in (5, 70):
+        ids = prompt(cuda, batch, length)
+        options = dict(max_new_tokens=60, do_sample=False)
+        assert_same_tokens(ours.generate(ids, **options), stock.generate(ids, **options), stock)
+    (plan,) = plans(ours)
+    assert (calls(plan) == ["decode_layers", "gemv"]) == (batch == 1)
+
+
+def test_a_cache_of_another_type_takes_one_op_after_the_other(cuda):
+    require_native(cuda)
+    ours = hf_fastpath.patch(build("gpt2", **GPT2_SMALL).to(cuda), kv_dtype=torch.float16, quiet=True)
+    ours.generate(prompt(cuda), max_new_tokens=3, do_sample=False)
+    (plan,) = plans(ours)
+    assert "decode_layers" not in calls(plan)
 
 
 @over_architectures
@@ -85,6 +102,10 @@ def _other_scaling(model: nn.Module) -> None:
 
 def _other_eps(model: nn.Module) -> None:
     model.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-2
+
+
+def _other_scaling_of_gpt2(model: nn.Module) -> None:
+    model.transformer.h[1].attn.scaling *= 1.5
 
 
 def _linear_for_conv1d(model: nn.Module) -> None:
@@ -128,14 +149,18 @@ def test_layers_that_differ_take_one_op_after_the_other(architecture, change, de
     assert "decode_layers" not in calls(plan)
 
 
-def test_same_change_in_every_layer_keeps_one_call(device):
-    stock, _ = fresh("llama", device)
-    for layer in stock.model.layers:
-        layer.self_attn.scaling *= 1.5
-    ours, ids = hf_fastpath.patch(copy.deepcopy(stock), quiet=True), prompt(device)
+@pytest.mark.parametrize("change", (None, _linear_for_conv1d, _other_scaling_of_gpt2))
+def test_same_change_in_every_layer_keeps_one_call(cuda, change):
+    """GPT-2's layers are one call if all have another factor, and are not if one of them differs."""
+    stock, _ = fresh("gpt2", cuda, **GPT2_SMALL)
+    for layer in stock.transformer.h:
+        layer.attn.scaling *= 1.5
+    if change is not None:
+        change(stock)
+    ours, ids = hf_fastpath.patch(copy.deepcopy(stock), quiet=True), prompt(cuda)
     options = dict(max_new_tokens=8, do_sample=False)
     assert_same_tokens(ours.generate(ids, **options), stock.generate(ids, **options), stock)
-    assert (calls(plans(ours)[0]) == ["decode_layers"]) == (device.type == "cuda")
+    assert ("decode_layers" in calls(plans(ours)[0])) == (change is None)
 
 
 ONES = dict(embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0)

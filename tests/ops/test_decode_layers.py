@@ -1,4 +1,4 @@
-"""decode_layers: the common tests, two tokens compared with the separate ops, kv_table, workspace, refusals."""
+"""decode_layers: the common tests, two tokens compared with the separate ops, kv_table, refusals."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ from checks import assert_rule, common_tests, describe, is_native, over_dtypes
 from memory import duplicate, same_bits, upcast
 
 from hf_fastpath import ops
-from hf_fastpath.ops.decode_attention import workspace_bytes
-from hf_fastpath.ops.decode_layers import (
-    LAYER_TENSORS,
-    OUTER_TENSORS,
-    SPEC,
-    by_name,
-    sizes,
-)
+from hf_fastpath.ops.decode_layers import LAYER_TENSORS, SPEC, by_layer
 from hf_fastpath.registry import OpInputError, Sample
 
 CPU = torch.device("cpu")
+CACHES = ("k_caches", "v_caches")
 NAMES = [argument.name for argument in SPEC.overload._schema.arguments]
 
 globals().update(common_tests(SPEC))
@@ -38,28 +32,21 @@ def separately(call: dict) -> torch.Tensor:
     def given(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor if tensor.numel() else None
 
-    layers, outer = by_name([given(tensor) for tensor in call["weights"]])
-    x, transposed, activation = call["x"], call["transposed"], call["activation"]
-    cos, sin, lens = call["cos"], call["sin"], call["seq_lens"]
+    x, activation, lens = call["x"], call["activation"], call["seq_lens"]
+    layers = by_layer([given(tensor) for tensor in call["weights"]])
     for i, w in enumerate(layers):
         cache = call["k_caches"][i], call["v_caches"][i]
-        qkv = (w[f"{name}_weight"] for name in "qkv"), (w[f"{name}_bias"] for name in "qkv")
         first, second = (
-            (call["norm"], w[f"{name}_norm_weight"], w[f"{name}_norm_bias"], call["norm_eps"])
+            ("layer", w[f"{name}_norm_weight"], w[f"{name}_norm_bias"], call["norm_eps"])
             for name in ("attention", "mlp")
         )
-        queries = ops.qkv_rope_append(
-            *(x, *qkv[0], *qkv[1], transposed, cos, sin, *cache, lens, call["num_heads"], None, 0, *first)
-        )
+        qkv = w["qkv_weight"], None, None, w["qkv_bias"], None, None
+        queries = ops.qkv_rope_append(x, *qkv, True, None, None, *cache, lens, call["num_heads"], None, 0, *first)
         mixed = ops.decode_attention(queries, *cache, lens, call["starts"], call["scale"], call["windows"][i])
-        x = ops.gemv(mixed, w["out_weight"], w["out_bias"], x, "none", transposed)
-        if w["gate_weight"] is None:
-            hidden = ops.gemv(x, w["up_weight"], w["up_bias"], None, activation, transposed, *second)
-        else:
-            hidden = ops.gemv_swiglu(x, w["gate_weight"], w["up_weight"], activation, *second)
-        x = ops.gemv(hidden, w["down_weight"], w["down_bias"], x, "none", transposed)
-    norm = call["norm"], outer["final_norm_weight"], outer["final_norm_bias"], call["norm_eps"]
-    return ops.gemv(x, outer["head_weight"], outer["head_bias"], None, "none", False, *norm)
+        x = ops.gemv(mixed, w["out_weight"], w["out_bias"], x, "none", True)
+        hidden = ops.gemv(x, w["up_weight"], w["up_bias"], None, activation, True, *second)
+        x = ops.gemv(hidden, w["down_weight"], w["down_bias"], x, "none", True)
+    return x
 
 
 def two_tokens(sample: Sample, step: Callable[[dict], torch.Tensor]) -> list[torch.Tensor]:
@@ -89,10 +76,7 @@ def test_decode_layers_follows_kv_table(device):
         call, expected = named(sample), named(sample)
         caches = list(zip(call["k_caches"], call["v_caches"]))
         rows = [[k.data_ptr(), v.data_ptr(), k.shape[2]] for k, v in caches]
-        decoys = {
-            name: [torch.full_like(cache[:, :, :1], float("nan")) for cache in call[name]]
-            for name in ("k_caches", "v_caches")
-        }
+        decoys = {name: [torch.full_like(cache[:, :, :1], float("nan")) for cache in call[name]] for name in CACHES}
         through_table = call | decoys | {"kv_table": torch.tensor(rows, device=device)}
         if not is_native(SPEC, device):
             with pytest.raises(NotImplementedError, match="kv_table needs the native library"):
@@ -104,29 +88,6 @@ def test_decode_layers_follows_kv_table(device):
         assert all(cache.isnan().all() for part in decoys.values() for cache in part)
 
 
-@over_dtypes
-def test_decode_layers_reuses_its_workspace(device, dtype):
-    """One workspace, zeroed once, serves models of changing shape in any order, as fresh ones would."""
-    samples = list(SPEC.samples(device, dtype))
-    workspace = torch.zeros(max(map(workspace_size, samples)), dtype=torch.uint8, device=device)
-    for sample in (*samples, *reversed(samples), samples[0], samples[0]):
-        assert same_bits(SPEC(**named(sample), workspace=workspace), SPEC(**named(sample)))
-
-
-def workspace_size(sample: Sample) -> int:
-    call = named(sample)
-    return workspace_bytes(len(call["x"]), 1, call["num_heads"], call["k_caches"][0].shape[3])
-
-
-def test_decode_layers_sizes():
-    mistral, gpt2, *_ = SPEC.samples(CPU, torch.float32)
-    for sample, layers, expected in ((mistral, 2, (256, 256, 512, 512, 501)), (gpt2, 2, (256, 256, 768, 1024, 503))):
-        call = named(sample)
-        model = sizes(call["weights"], call["num_heads"] * 64, call["transposed"])
-        assert (model.layers, model.hidden_size, model.q_features, model.qkv_features) == (layers, *expected[:3])
-        assert (model.intermediate_size, model.vocab_size) == expected[3:]
-
-
 # ---- what it refuses -----------------------------------------------------------------------------------------
 
 
@@ -134,10 +95,8 @@ def changed(name: str, tensor: torch.Tensor, layer: int = 1) -> Callable[[dict],
     """Make a change of a call that exchanges one weight of a layer."""
 
     def change(call: dict) -> dict:
-        outer = name in OUTER_TENSORS
-        place = OUTER_TENSORS.index(name) - len(OUTER_TENSORS) if outer else LAYER_TENSORS.index(name)
         weights = list(call["weights"])
-        weights[place if outer else place + layer * len(LAYER_TENSORS)] = tensor
+        weights[LAYER_TENSORS.index(name) + layer * len(LAYER_TENSORS)] = tensor
         return {"weights": weights}
 
     return change
@@ -148,55 +107,81 @@ def changed(name: str, tensor: torch.Tensor, layer: int = 1) -> Callable[[dict],
     (
         (
             lambda call: {"weights": call["weights"][:-1]},
-            "weights has 37 tensors, expected 17 for each of the 2 layers",
+            "weights has 23 tensors, expected 12 for each of the 2 layers",
         ),
         (lambda call: {"weights": []}, "weights has 0 tensors"),
         (lambda call: {"k_caches": call["k_caches"][:1]}, "v_caches has 2 entries, expected 1, one for every layer"),
         (lambda call: {"v_caches": []}, "v_caches has 0 entries, expected 2"),
         (lambda call: {"windows": [0, 16, 0]}, "windows has 3 entries, expected 2"),
         (lambda call: {"k_caches": [], "v_caches": [], "windows": [], "weights": []}, "k_caches is empty"),
-    ),
-)
-def test_decode_layers_names_wrong_lengths(change, message):
-    call = named(next(iter(SPEC.samples(CPU, torch.float32))))
-    wrong = call | change(call)
-    with pytest.raises(OpInputError, match=message):
-        SPEC(**wrong)
-    if is_native(SPEC, CPU):
-        with pytest.raises(RuntimeError, match="hf_fastpath::decode_layers: "):
-            SPEC.overload(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    (
-        (
-            lambda call: {"x": torch.zeros(1, 2, 256)},
-            r"x has shape \(1, 2, 256\), expected \[1 to 16, 1, hidden_size\]",
-        ),
-        (lambda call: {"x": torch.zeros(17, 1, 256)}, r"x has shape \(17, 1, 256\), expected \[1 to 16, 1"),
-        (lambda call: {"x": torch.zeros(2, 1, 256)}, r"layer 0: k_cache has shape \(1, 2, 64, 64\), expected \[2,"),
+        (lambda call: {"x": torch.zeros(1, 2, 256)}, r"x has shape \(1, 2, 256\) and strides .*, expected \[1, 1, "),
+        (lambda call: {"x": torch.zeros(2, 1, 256)}, r"x has shape \(2, 1, 256\)"),
+        (lambda call: {"x": torch.zeros(1, 1, 512)[:, :, ::2]}, r"strides \(512, 512, 2\), expected .* contiguous"),
         (changed("down_weight", torch.empty(0)), "layer 1: down_weight is empty, expected a weight"),
-        (changed("head_weight", torch.empty(0)), "head_weight is empty, expected a weight"),
-        (changed("mlp_norm_weight", torch.empty(0)), "layer 1: mlp_norm_weight is empty, expected a weight"),
-        (changed("mlp_norm_bias", torch.zeros(256), 0), "layer 0: norm 'rms' takes no mlp_norm_bias"),
-        (changed("out_bias", torch.zeros(256)), "layer 1: out_bias is given, unlike the first layer's"),
-        (changed("gate_weight", torch.empty(0)), "layer 1: gate_weight is empty, unlike the first layer's"),
-        (changed("up_bias", torch.zeros(512), 0), "gate_weight takes no up_bias"),
-        (changed("k_weight", torch.empty(0), 0), "k_weight and v_weight go together"),
-        (changed("v_weight", torch.zeros(64, 256)), r"layer 1: v_weight has shape \(64, 256\), expected \(128, 256\)"),
-        (changed("up_weight", torch.zeros(256, 512).t()), "layer 1: up_weight has strides"),
-        (lambda call: {"transposed": True}, "transposed takes all projections in q_weight and no gate_weight"),
-        (lambda call: {"norm": "none"}, "norm is 'none', expected one of rms, layer"),
-        (lambda call: {"activation": "relu"}, "activation is 'relu', expected one of silu, gelu_tanh, gelu"),
-        (lambda call: {"num_heads": 3}, r"layer 0: q_weight has shape \(256, 256\), expected \(192, 256\)"),
+        (changed("mlp_norm_weight", torch.empty(0)), "layer 1: mlp_norm_weight is empty, unlike the first layer's"),
+        (changed("out_bias", torch.empty(0)), "layer 1: out_bias is empty, unlike the first layer's"),
+        (changed("up_bias", torch.zeros(512), 0), r"layer 0: up_bias has shape \(512,\), expected \(1024,\)"),
+        (
+            changed("qkv_weight", torch.zeros(256, 512)),
+            r"layer 1: qkv_weight has shape \(256, 512\), expected \(256, 7",
+        ),
+        (changed("up_weight", torch.zeros(1024, 256).t()), "layer 1: up_weight has strides"),
+        (changed("mlp_norm_bias", torch.zeros(512)[::2]), r"layer 1: mlp_norm_bias has strides \(2,\)"),
+        (changed("out_weight", torch.zeros(256, 256).half()), "layer 1: out_weight has dtype torch.float16"),
+        (lambda call: {"activation": "softplus"}, "activation is 'softplus', expected one of none, "),
+        (lambda call: {"num_heads": 2}, r"layer 0: qkv_weight has shape \(256, 768\), expected \(256, 384\)"),
         (lambda call: {"windows": [0, -1]}, "layer 1: window is -1"),
         (lambda call: {"starts": torch.zeros(2, dtype=torch.int32)}, r"starts is torch.int32 \(2,\)"),
-        (lambda call: {"workspace": torch.zeros(8, dtype=torch.uint8)}, "workspace has 8 bytes"),
         (lambda call: {"kv_table": torch.zeros(1, 3, dtype=torch.long)}, "layer 1: layer is 1, expected 0 to 0"),
+        (
+            lambda call: {"k_caches": [cache.half() for cache in call["k_caches"]]},
+            "layer 0: .*k_cache is torch.float16, expected torch.float32 as x",
+        ),
+        (
+            lambda call: {name: [each.expand(1, 4, -1, -1)[:, :2] for each in call[name]] for name in CACHES},
+            "layer 0: .*k_cache has 2 heads, expected 4",
+        ),
+        (
+            lambda call: {name: [each.mT.contiguous().mT for each in call[name]] for name in CACHES},
+            "layer 0: .*k_cache has strides",
+        ),
     ),
 )
 def test_decode_layers_names_the_fault(change, message):
     call = named(next(iter(SPEC.samples(CPU, torch.float32))))
     with pytest.raises(OpInputError, match=message):
         SPEC(**(call | change(call)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        (lambda call: {"weights": call["weights"][:-1]}, "weights, expected 24"),
+        (lambda call: {"v_caches": []}, "one of each for every layer"),
+        (lambda call: {"x": call["x"].repeat(2, 1, 1)}, r"x has to be \[1, 1, hidden_size\]"),
+        (lambda call: {"x": call["x"][..., :256].contiguous()}, "no kernels for a hidden_size of 256"),
+        (lambda call: {"num_heads": 17}, "no kernels for a hidden_size of 768 and 17 heads"),
+        (lambda call: changed("up_weight", call["weights"][0])(call), r"a matrix has to be \[768, 3072\]"),
+        (lambda call: changed("up_bias", call["weights"][0])(call), r"has to be \[3072\] in x's dtype, or empty"),
+        (lambda call: {"k_caches": [each.half() for each in call["k_caches"]]}, r"a cache has to be \[1, 12, capacity"),
+        (lambda call: {"seq_lens": call["seq_lens"].long()}, r"seq_lens and starts have to be int32 \[1\]"),
+    ),
+)
+def test_kernels_refuse_what_would_read_past_the_end(change, message, cuda):
+    """The dispatcher reaches the kernels without the checks in Python."""
+    call = named(next(iter(SPEC.samples(cuda, torch.float32))))
+    with pytest.raises(RuntimeError, match=message):
+        SPEC.overload(**(call | change(call)))
+
+
+def test_other_sizes_on_a_gpu_are_told_what_to_do(cuda):
+    call = named(next(iter(SPEC.samples(CPU, torch.float16))))
+    moved = {name: _on(cuda, value) for name, value in call.items()}
+    with pytest.raises(OpInputError, match="hidden_size is 256 and the MLP's 1024, expected 768 or 1024 and four"):
+        SPEC(**moved)
+
+
+def _on(device: torch.device, value):
+    if isinstance(value, list):
+        return [_on(device, each) for each in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value

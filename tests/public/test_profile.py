@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import (
     CPU,
+    GPT2_SMALL,
     TINY_PYTHON,
     assert_same_instances,
     build,
@@ -79,6 +80,7 @@ LLAMA_LAYER = (
     ("gemv_swiglu", "mlp.{gate_proj, up_proj}"),
     ("gemv", "mlp.down_proj"),
 )
+GPT2_LAYER = ("qkv_rope_append", "decode_attention", "gemv", "gemv", "gemv")
 
 
 @pytest.mark.parametrize("batch", (1, 3))
@@ -111,8 +113,8 @@ def test_calls_of_a_listed_model(batch, device):
 
 
 def test_one_call_is_taken_apart(device):
-    """An op that makes all layers is shown as its calls, which add up to its own time."""
-    _, ours = pair("llama", device)
+    """An op that makes all layers is shown as the calls that it stands for, which add up to its own time."""
+    _, ours = fresh("gpt2", device, **GPT2_SMALL)
     found = profiled(ours, prompt(device))
     if device.type == "cpu":  # no op makes all layers there
         assert {call.within for call in found.calls} == {None} and found.scaled is None
@@ -120,12 +122,11 @@ def test_one_call_is_taken_apart(device):
     within = [call for call in found.calls if call.within is not None]
     names = [op_name(call.op) for call in newest_calls(ours)]
     assert "decode_layers" in names and {call.within for call in within} == {"decode_layers"}
-    assert len(within) == 2 * len(LLAMA_LAYER) + 1  # and the head
+    assert len(within) == 2 * len(GPT2_LAYER)
     assert len(found.calls) == len(names) - 1 + len(within)
-    if found.scaled is not None:  # on a GPU the op may start its calls' kernels, and nothing has to be scaled
-        assert sum(call.us for call in within) == pytest.approx(found.scaled.us)
-        assert found.scaled.op == "decode_layers" and found.scaled.list_us > 0
-        assert "scaled" in found.text()
+    assert sum(call.us for call in within) == pytest.approx(found.scaled.us)
+    assert found.scaled.op == "decode_layers" and found.scaled.list_us > 0
+    assert "scaled" in found.text()
 
 
 def test_a_recorded_model(device):
@@ -306,29 +307,21 @@ def test_kernels_that_overlap_add_up():
 
 
 class FakeGPU:
-    """Makes records of what a GPU would run while programs run on the CPU: one kernel, or two, for each call.
+    """Makes records of what a GPU would run while programs run on the CPU: one kernel, or two, for each call."""
 
-    Args:
-        in_turn: whether the op for all layers starts the kernels of its calls.
-    """
-
-    def __init__(self, monkeypatch, in_turn: bool):
+    def __init__(self, monkeypatch):
         self.records: list[KernelRecord] = []
         self.times = count()
         run, run_each, made_for = Program.run, Program.run_each, DecodePlan._made_for
-        layer = [name for op, _ in LLAMA_LAYER for name in self.names(op)]
-
-        def started(op: str) -> list[str]:
-            return [*2 * layer, *self.names("gemv")] if op == "decode_layers" and in_turn else self.names(op)
 
         def running(program):
             run(program)
             for call in program.calls:
-                self.start(*started(op_name(call.op)))
+                self.start(*self.names(op_name(call.op)))
 
         def running_each(program):
             for each in run_each(program):
-                self.start(*started(op_name(each[0].op)))
+                self.start(*self.names(op_name(each[0].op)))
                 yield each
 
         def recorded(run, device):
@@ -356,20 +349,19 @@ class FakeGPU:
             self.records.append(KernelRecord(name, start, start + 1))
 
 
-@pytest.mark.parametrize(("architecture", "batch"), (("llama", 1), ("mixtral", 1), ("mixtral", 3)))
-@pytest.mark.parametrize("in_turn", (True, False))
-def test_gpu_profile_of_made_up_records(architecture, batch, in_turn, monkeypatch):
+@pytest.mark.parametrize(("architecture", "batch"), (("gpt2", 1), ("mixtral", 1), ("mixtral", 3)))
+def test_gpu_profile_of_made_up_records(architecture, batch, monkeypatch):
     """All that is done with records of kernels, where there is no GPU: each kernel takes a microsecond."""
     _, ours = fresh(architecture)
-    FakeGPU(monkeypatch, in_turn)
+    FakeGPU(monkeypatch)
     found = profiled(ours, prompt(CPU, batch))
     expected = [len(FakeGPU.names(call.op)) for call in found.calls]
     assert "CUPTI" in found.method
-    if architecture == "llama" and not in_turn:
-        assert found.scaled.us == 1 and found.scaled.list_us == 2 * 6 + 1 and found.us == pytest.approx(3)
+    if architecture == "gpt2":  # inputs, layers, head and token
+        assert found.scaled.us == 1 and found.scaled.list_us == 2 * 6 and found.us == pytest.approx(4)
     else:
         assert found.scaled is None and [call.us for call in found.calls] == expected
-    assert any(call.within == "decode_layers" for call in found.calls) == (architecture == "llama")
+    assert any(call.within == "decode_layers" for call in found.calls) == (architecture == "gpt2")
 
 
 def test_cupti_records(cuda):

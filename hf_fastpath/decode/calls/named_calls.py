@@ -174,7 +174,7 @@ class Step:
 
     Attributes:
         rows: tokens of all sequences.
-        one_call: an op for all layers may replace the layers.
+        one_call: an op for all layers may replace the layers; caches have the model's type.
         programmatic_launch: kernels use programmatic dependent launch: they start before the kernels in front are
             complete.
     """

@@ -178,9 +178,9 @@ class DecodePlan:
 
     def _made_for(self, of_sequence: int) -> Step:
         """Return the circumstances of the plan's calls, which decide what passes make of the calls."""
-        # A graph of several sequences has one call for each op: that is what was measured. On a CPU, calls follow one
-        # another without Python, whatever the layers are.
+        # The op for all layers takes one token, and a cache of the model's type; it has kernels for GPUs alone.
         at_once = self.batch == 1 and self.query_len == 1 and self.device.type == "cuda"
+        at_once = at_once and self.kv_dtype in (None, self.dtype)
         # Kernels may overlap: no call of the step writes a parameter or the KV table, and lengths change only before
         # the step or in its last kernel.
         is_early = self.device.type == "cuda"
