@@ -40,6 +40,7 @@ from op_calls import (
 
 from hf_fastpath.choices import InputQuants
 from hf_fastpath.quantization import FORMATS
+from hf_fastpath.registry import Sample
 
 _GPU = ("cuda",)
 _GELU_DTYPES = ("fp32", "fp16")
@@ -255,6 +256,19 @@ SHAPES: dict[str, list[Call]] = {
         rope_call("tinyllama", 32, 4, 64, 64, False),
         rope_call("qwen3-4b, norms of heads", 32, 8, 128, 128, False, norms=True),
         rope_call("gpt2, no rotation", 12, 12, 64, 0, True),
+    ],
+    "bytes_sum": [
+        Call(
+            "64 x 33.6 MB",
+            lambda device, dtype: Sample([torch.randn(1 << 24, device=device, dtype=dtype) for _ in range(64)]),
+            ("fp16",),
+            _GPU,
+        ),
+        Call(
+            "8 x 33.6 MB",
+            lambda device, dtype: Sample([torch.randn(1 << 24, device=device, dtype=dtype) for _ in range(8)]),
+            ("fp16",),
+        ),
     ],
     "read_stream": [
         Call("33.6 MB, variant 0", sample_of(drawn(1 << 24), 0), ("fp16",)),

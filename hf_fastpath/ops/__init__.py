@@ -6,6 +6,7 @@ instead of their names.
 
 from .add_rms_norm import SPEC as add_rms_norm
 from .append_attention import SPEC as append_attention
+from .bytes_sum import SPEC as bytes_sum
 from .choose_experts import SPEC as choose_experts
 from .decode_attention import SPEC as decode_attention
 from .decode_layers import SPEC as decode_layers
@@ -47,6 +48,7 @@ from .sum_ranks import SPEC as sum_ranks
 __all__ = [
     "add_rms_norm",
     "append_attention",
+    "bytes_sum",
     "choose_experts",
     "decode_attention",
     "decode_layers",

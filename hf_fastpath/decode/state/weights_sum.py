@@ -6,27 +6,11 @@ reads every byte once, as a token does.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
-from ... import compat
-
-#: words of eight bytes that are summed before they are weighted by their place
-_BLOCK = 512
-#: of so many blocks one is also summed word by word
-_BLOCKS = 16
-#: an odd number whose multiples are spread over all of 64 bits
-_FACTOR = -7046029254386353131
-
-
-@functools.lru_cache(maxsize=16)
-def _factors(count: int, device: torch.device) -> torch.Tensor:
-    """Return int64 [count], odd numbers, another one for every place."""
-    with torch.inference_mode(False):
-        return (torch.arange(1, count + 1, device=device) * _FACTOR) | 1
+from ... import compat, ops
 
 
 class PendingSum:
@@ -59,16 +43,14 @@ def weights_sum(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 def begin_sum(tensors: Iterable[torch.Tensor]) -> PendingSum:
     """Do as :func:`weights_sum`, and do not wait for the devices."""
-    pieces: dict[torch.device, list[torch.Tensor]] = {}
+    found: dict[torch.device, list[torch.Tensor]] = {}
     known = set()
     with torch.no_grad(), torch.inference_mode(False):
         for tensor in _plain(tensors):
-            if tensor.is_meta or compat.memory_of(tensor) in known:
-                continue
-            known.add(compat.memory_of(tensor))
-            pieces.setdefault(tensor.device, []).extend(_sums(tensor.untyped_storage(), tensor.device))
-        totals = [_total(torch.cat(each)) for each in pieces.values()]
-    return PendingSum(totals)
+            if not tensor.is_meta and (memory := compat.memory_of(tensor)) not in known:
+                known.add(memory)
+                found.setdefault(tensor.device, []).append(_whole(tensor))
+        return PendingSum([ops.bytes_sum.overload(each) for each in found.values()])
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -80,31 +62,9 @@ def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def _sums(storage: torch.UntypedStorage, device: torch.device) -> list[torch.Tensor]:
-    """Return int64 sums of blocks of a storage, in order. Few views are made: on a GPU, each takes the host as long as
-    the device takes for some megabytes."""
-    size = storage.nbytes()
-    blocks, found = size // (8 * _BLOCK), []
-    if blocks:
-        words = _view(storage, torch.int64, 0, (blocks, _BLOCK), device)
-        found = [words.sum(1), words[::_BLOCKS].sum(0)]
-    if behind := size // 8 - blocks * _BLOCK:
-        found.append(_view(storage, torch.int64, blocks * _BLOCK, (behind,), device))
-    if single := size % 8:
-        found.append(_view(storage, torch.uint8, size - single, (single,), device).long())
-    return found
-
-
-def _view(
-    storage: torch.UntypedStorage, dtype: torch.dtype, first: int, shape: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
-    """Return a tensor over a storage, which begins at the element ``first``."""
-    empty: Any = torch.empty(0, dtype=dtype, device=device)
-    made: torch.Tensor = empty.set_(storage, first, shape)
-    return made
-
-
-def _total(sums: torch.Tensor) -> torch.Tensor:
-    # few different counts, so that factors are kept
-    count = 1 << max(0, len(sums) - 1).bit_length()
-    return (sums * _factors(count, sums.device)[: len(sums)]).sum()
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over all of the memory that ``tensor`` is a part of: itself, where it is all of that."""
+    storage = tensor.untyped_storage()
+    if tensor.nbytes == storage.nbytes() and tensor.is_contiguous():
+        return tensor
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
