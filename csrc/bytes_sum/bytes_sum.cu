@@ -24,7 +24,7 @@ constexpr int64_t kTileBytes = kTileWords * kSumWordBytes;  // 64 KiB
 // The sum over a whole tile, whose bytes are aligned.
 __device__ __forceinline__ uint64_t sum_tile(const ulonglong2* pairs, int64_t place) {
   uint64_t sum = 0;
-  uint64_t multiple = sum_multiple(place + 2 * threadIdx.x);
+  uint64_t key = sum_key(place + 2 * threadIdx.x);
 #pragma unroll
   for (int round = 0; round < kTileRounds; ++round) {
     ulonglong2 taken[kLoads];
@@ -34,8 +34,8 @@ __device__ __forceinline__ uint64_t sum_tile(const ulonglong2* pairs, int64_t pl
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      sum += summand(taken[i].x, multiple) + summand(taken[i].y, multiple + kSumFactor);
-      multiple += 2 * kThreads * kSumFactor;
+      sum += summand(taken[i].x, key) + summand(taken[i].y, key + kSumFactor);
+      key += 2 * kThreads * kSumFactor;
     }
   }
   return sum;
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint64_t sum_part(const unsigned char* data, int64_t 
     const uint64_t taken = is_aligned && left >= kSumWordBytes
                                ? *reinterpret_cast<const uint64_t*>(word)
                                : word_of(word, left < kSumWordBytes ? left : kSumWordBytes);
-    sum += summand(taken, sum_multiple(place + i));
+    sum += summand(taken, sum_key(place + i));
   }
   return sum;
 }

@@ -4,7 +4,6 @@
 #include <atomic>
 
 #include "bytes_sum/bytes_sum_glue.h"
-#include "bytes_sum/bytes_sum_loop.h"
 #include "common/cpu_glue.h"
 
 namespace hf_fastpath {
@@ -26,7 +25,7 @@ Tensor bytes_sum(const std::vector<Tensor>& tensors) {
     });
     if (rest > 0) {
       const uint64_t word = word_of(bytes + words * kSumWordBytes, rest);
-      sum.fetch_add(summand(word, sum_multiple(span.place + words)), std::memory_order_relaxed);
+      sum.fetch_add(summand(word, sum_key(span.place + words)), std::memory_order_relaxed);
     }
   }
   Tensor out = empty_sum(tensors[0]);
@@ -39,7 +38,14 @@ HF_FASTPATH_KERNEL(CPU, "bytes_sum", bytes_sum)
 }  // namespace
 
 uint64_t sum_words_portable(const void* data, int64_t words, int64_t place) {
-  return sum_words(data, words, place);
+  const unsigned char* bytes = static_cast<const unsigned char*>(data);
+  uint64_t sum = 0, key = sum_key(place);
+  for (int64_t i = 0; i < words; ++i, key += kSumFactor) {
+    uint64_t word;
+    std::memcpy(&word, bytes + i * kSumWordBytes, sizeof word);
+    sum += summand(word, key);
+  }
+  return sum;
 }
 
 }  // namespace hf_fastpath

@@ -15,18 +15,16 @@ namespace hf_fastpath {
 constexpr int64_t kSumWordBytes = 8;
 constexpr uint64_t kSumFactor = 0x9e3779b97f4a7c15u;  // odd; its multiples are spread over all of 64 bits
 
-// The factor of the word at a place, of kSumFactor times one more than the place: odd, so that a word that is
-// another one makes another product.
-HF_FASTPATH_HOST_DEVICE uint64_t sum_factor(uint64_t multiple) { return (multiple ^ (multiple >> 32)) | 1; }
-
-// What a word adds to the sum. Its upper half is mixed into the lower one: a product's high bits alone would
-// tell of it, and only the low bits of the factor would count.
-HF_FASTPATH_HOST_DEVICE uint64_t summand(uint64_t word, uint64_t multiple) {
-  return (word ^ (word >> 32)) * sum_factor(multiple);
+// The key of the word at a place.
+HF_FASTPATH_HOST_DEVICE uint64_t sum_key(int64_t place) {
+  return (static_cast<uint64_t>(place) + 1) * kSumFactor;
 }
 
-HF_FASTPATH_HOST_DEVICE uint64_t sum_multiple(int64_t place) {
-  return (static_cast<uint64_t>(place) + 1) * kSumFactor;
+// What a word adds to the sum: the product of its halves, each with the key's half added, and itself.
+HF_FASTPATH_HOST_DEVICE uint64_t summand(uint64_t word, uint64_t key) {
+  const uint32_t low = static_cast<uint32_t>(word) + static_cast<uint32_t>(key);
+  const uint32_t high = static_cast<uint32_t>(word >> 32) + static_cast<uint32_t>(key >> 32);
+  return static_cast<uint64_t>(low) * high + word;
 }
 
 // The bytes of a word that has fewer than eight; the others are 0.

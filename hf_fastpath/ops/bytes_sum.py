@@ -10,17 +10,16 @@ from ..registry import OpSpec, Sample, nbytes, register
 
 #: an odd number whose multiples are spread over all of 64 bits, as a signed one: ``csrc/bytes_sum/bytes_sum_words.h``
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
-_WORD_BYTES = 8
+_WORD_BYTES, _HALF = 8, 0xFFFFFFFF
 #: words that the reference multiplies at once
 _WORDS = 1 << 20
 
 
 def reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Compute the sum of ``(word ^ (word >> 32)) * factor`` modulo 2**64 over words of eight bytes.
+    """Compute ``(low(word) + low(key)) % 2**32 * ((high(word) + high(key)) % 2**32) + word``, summed modulo 2**64.
 
-    Each place has an odd factor of its own. A word that is another one therefore changes the sum, and so do, as far as
-    chance goes, several of them or words that have changed places. The sum is no protection against somebody who wants
-    it to be equal.
+    Words have eight bytes, and each place has a key of its own. Words that are others, or have changed places, change
+    the sum, but for one case in 2**32. The sum is no protection against somebody who wants it to be equal.
 
     Args:
         tensors: any dtypes and shapes, contiguous, on one device. The last word of a tensor is filled up with zeros.
@@ -31,8 +30,8 @@ def reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         OpInputError: there are no tensors, or some are not contiguous or on other devices.
 
-    Source: multilinear hashing of words modulo 2**64 (Lemire and Kaser, "Strongly universal string hashing is fast",
-    2014), with multipliers from the golden ratio as Fibonacci hashing has them (Knuth, TAOCP 3, 6.4).
+    Source: NH of UMAC (Black, Halevi, Krawczyk, Krovetz and Rogaway, "UMAC: fast and secure message authentication",
+    1999), with keys from the golden ratio as Fibonacci hashing has them (Knuth, TAOCP 3, 6.4).
     """
     sums, place = [], 0
     for tensor in tensors:
@@ -41,21 +40,16 @@ def reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         for words in (*data[:whole].split(_WORDS * _WORD_BYTES), data[whole:]):
             if len(words):
                 words = torch.nn.functional.pad(words, (0, -len(words) % _WORD_BYTES)).view(torch.int64)
-                mixed = words ^ _upper(words)
-                sums.append((mixed * _factors(place, len(words), data.device)).sum())
+                sums.append(_summands(words, place).sum())
                 place += len(words)
     return torch.stack(sums).sum().reshape(1) if sums else torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
 
 
-def _factors(place: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return int64 [count], odd numbers, another one for every place from ``place`` on."""
-    multiples = torch.arange(place + 1, place + count + 1, device=device) * _FACTOR
-    return (multiples ^ _upper(multiples)) | 1
-
-
-def _upper(words: torch.Tensor) -> torch.Tensor:
-    """Return the upper halves of words in the places of the lower ones."""
-    return (words >> 32) & 0xFFFFFFFF
+def _summands(words: torch.Tensor, place: int) -> torch.Tensor:
+    """Return what int64 words add to the sum, of which the first is at ``place``."""
+    keys = torch.arange(place + 1, place + len(words) + 1, device=words.device) * _FACTOR
+    low, high = ((words >> shift) + (keys >> shift) & _HALF for shift in (0, 32))
+    return low * high + words
 
 
 def fake(tensors):
