@@ -106,6 +106,8 @@ def _compared(model: nn.Module, most: int | None = None, like: str | None = None
         layers = modules.get(f"{architecture.base}.{architecture.layers}")
         if not isinstance(layers, nn.ModuleList) or not len(layers):
             continue
+        if most is not None and not _has_parts_of(layers[0], architecture):
+            continue  # and the family's code, which takes long to import, is not needed to tell
         classes = {path: type(modules[path]) for path in _paths(architecture).values() if path in modules}
         try:
             found = _differences(architecture, classes, layers)
@@ -113,6 +115,20 @@ def _compared(model: nn.Module, most: int | None = None, like: str | None = None
         except UnsupportedModelError:  # this version of transformers lacks the family
             continue
         yield Match(architecture.name, differences, None if differences else _twin(architecture, model, classes))
+
+
+def _has_parts_of(layer: nn.Module, architecture: Architecture) -> bool:
+    """Whether the modules in a layer and in its attention are those that the architecture's code has, by their names."""
+    declared, attention = architecture.layer, architecture.attention
+    norms = declared.attention_norm, declared.mlp_norm, declared.attention_post_norm, declared.mlp_post_norm
+    blocks = {declared.attention, declared.mlp} - {None}
+    others = {name for names in norms if names for name in ((names,) if isinstance(names, str) else names)}
+    inside = {name for name, _ in layer.named_children()}
+    # a layer without a module for its MLP has the MLP's modules, which have any names
+    if not blocks <= inside or (declared.mlp is not None and not inside <= blocks | others | set(declared.dropouts)):
+        return False
+    inner = {name for name, _ in getattr(layer, declared.attention).named_children()}
+    return {*attention.qkv, attention.out, *(attention.head_norms or ())} <= inner
 
 
 def _differences(architecture: Architecture, classes: dict[str, type], layers: nn.ModuleList) -> Iterator[str]:

@@ -147,8 +147,8 @@ def _cache_reasons(name: str, cache: torch.Tensor, x: torch.Tensor, num_heads: i
         reasons.append(f"{name} is {cache.dtype}, expected {x.dtype} as x: call the ops of a layer in turn")
     if cache.shape[1] != num_heads:
         reasons.append(f"{name} has {cache.shape[1]} heads, expected {num_heads}, one for each of the queries")
-    if not cache.is_contiguous():
-        reasons.append(f"{name} has strides {cache.stride()}: make it contiguous")
+    if not cache.is_contiguous() or (cache.is_cuda and cache.data_ptr() % 16):
+        reasons.append(f"{name} has strides {cache.stride()}, or does not begin at 16 bytes: make a contiguous copy")
     return reasons
 
 

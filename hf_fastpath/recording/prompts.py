@@ -102,6 +102,7 @@ class RecordedPrompts:
         self._rows_agree: dict[tuple[int, bool], bool] = {}
         #: see count_like(), which goes through all tensors of the model
         self._count_like = functools.cache(lambda wanted: count_like(wanted, part.module))
+        self._are_left = False
         self._asked: Counter[int] = Counter()  # number of sequences -> prompts of so many
         self._trials: dict[int, Recording] = {}  # a thread -> the recording that it compares with the model's own code
 
@@ -113,6 +114,10 @@ class RecordedPrompts:
         made._rows_agree, made._declined = dict(other._rows_agree), set(other._declined)
         made._padded, made._asked = dict(other._padded), Counter(other._asked)
         return made
+
+    def leave(self) -> None:
+        """Leave prompts to the model's modules from now on."""
+        self._are_left = True
 
     def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Recording | None:
         """Return the recording that reads a prompt, or None."""
@@ -126,7 +131,7 @@ class RecordedPrompts:
             is_alike = found.served.serves(past) and all(map(_is_of_prompts, found.calls))
             return found if is_alike else None
         self._asked[batch] += 1
-        if self._asked[batch] < FIRST_RECORDED:
+        if self._are_left or self._asked[batch] < FIRST_RECORDED:
             return None
         for begins in self._ways(past):
             known = (each for each in self._known.get((batch, begins), []) if _serves(each.served, past, count))

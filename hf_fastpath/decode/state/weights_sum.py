@@ -7,6 +7,7 @@ reads every byte once, as a token does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -67,4 +68,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     if tensor.nbytes == storage.nbytes() and tensor.is_contiguous():
         return tensor
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
+    empty: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    whole: torch.Tensor = empty.set_(storage, 0, (storage.nbytes(),))
+    return whole
