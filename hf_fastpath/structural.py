@@ -118,7 +118,7 @@ def _compared(model: nn.Module, most: int | None = None, like: str | None = None
 
 
 def _has_parts_of(layer: nn.Module, architecture: Architecture) -> bool:
-    """Whether the modules in a layer and in its attention are those that the architecture's code has, by their names."""
+    """Whether the modules in a layer and its attention are those that the architecture has, by their names."""
     declared, attention = architecture.layer, architecture.attention
     norms = declared.attention_norm, declared.mlp_norm, declared.attention_post_norm, declared.mlp_post_norm
     blocks = {declared.attention, declared.mlp} - {None}

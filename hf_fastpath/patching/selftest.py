@@ -178,7 +178,7 @@ def _difference(
         if plan.recorded is not None:  # its experts and routers may not run in float64, which compare() needs
             encoded, part = None, state.plans.part_of(twin)
             if part is not None:
-                part.prompts.leave()  # a recorded prompt takes long, and is compared with the model's own forward anyway
+                part.prompts.leave()  # recording them takes long, and each model's own are proven
             if compat.has_encoder(twin):
                 encoded = torch.randn(1, _ENCODED, compat.encoder_width(twin)).to(prompt.device)
             tokens = different_tokens(twin, prompt, _NEW_TOKENS, encoded) or _different_draws(twin, prompt, encoded)
