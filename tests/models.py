@@ -377,9 +377,9 @@ def prompt(device: torch.device, batch: int = 1, length: int = 11, seed: int = 0
     return torch.randint(3, VOCAB, (batch, length), generator=generator).to(device)
 
 
-def left_padded(device: torch.device, batch: int = 3, length: int = 11) -> dict[str, torch.Tensor]:
+def left_padded(device: torch.device, batch: int = 3, length: int = 11, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return input_ids and attention_mask of prompts of different lengths, the longest ``length``."""
-    ids = prompt(device, batch, length)
+    ids = prompt(device, batch, length, seed)
     mask = torch.ones_like(ids)
     for row in range(batch):
         padding = (3 * row) % (length - 1)
