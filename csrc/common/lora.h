@@ -38,4 +38,11 @@ inline bool has_whole_rows(const LoraMatrices& matrices) {
   return true;
 }
 
+// Whether a row of another owner leaves a matrix out, whatever is in it. Static: a file for one CPU feature
+// has a function of its own.
+template <class Params>
+static inline bool is_left_out(const Params& p, int64_t row, int matrix) {
+  return p.chosen != nullptr && p.chosen[row] != p.owner[matrix];
+}
+
 }  // namespace hf_fastpath

@@ -1,6 +1,7 @@
 // Checked lists of LoRA adapters' matrices. This header is torch-facing.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "common/lora.h"
@@ -37,6 +38,21 @@ inline LoraMatrices lora_matrices(const std::vector<Tensor>& weights, DType dtyp
   matrices.ranks = static_cast<int>(ranks);
   for (int m = matrices.count; m < kMaxLoraMatrices; ++m) matrices.first_rank[m] = matrices.ranks;
   return matrices;
+}
+
+// Lets rows take matrices of their owners alone. Returns what keeps `chosen` alive.
+template <class Params>
+std::optional<Tensor> take_owners(Params& params, const std::optional<Tensor>& chosen,
+                                  const std::vector<int64_t>& owners, const char* op) {
+  if (!chosen) return std::nullopt;
+  STD_TORCH_CHECK(chosen->scalar_type() == ScalarType::Int && chosen->dim() == 1 &&
+                      chosen->size(0) == params.rows &&
+                      owners.size() == static_cast<size_t>(params.matrices.count),
+                  "hf_fastpath::", op, ": chosen has to be int32 [rows], and owners one for each weight");
+  const Tensor kept = hf_fastpath::contiguous(*chosen);
+  params.chosen = static_cast<const int*>(kept.const_data_ptr());
+  for (size_t m = 0; m < owners.size(); ++m) params.owner[m] = static_cast<int>(owners[m]);
+  return kept;
 }
 
 // Rows of a tensor of one or more elements, at most kMaxLoraFeatures each; at most kMaxLoraRows.

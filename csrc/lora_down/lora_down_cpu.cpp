@@ -9,9 +9,10 @@ namespace hf_fastpath {
 
 Tensor lora_down_cpu(const Tensor& raw, const std::vector<Tensor>& weights, int64_t norm,
                      const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                     double norm_eps, bool programmatic_launch) {
+                     double norm_eps, bool programmatic_launch, const std::optional<Tensor>& chosen,
+                     const std::vector<int64_t>& owners) {
   const Tensor x = normed_cpu(raw, norm_of(norm, LoraDownCall::kOp), norm_weight, norm_bias, norm_eps);
-  const LoraDownCall call(x, weights, programmatic_launch);
+  const LoraDownCall call(x, weights, programmatic_launch, chosen, owners);
   const LoraDownParams& p = call.params;
   const LoraMatrices& matrices = p.matrices;
   const int64_t inputs = p.inputs, ranks = matrices.ranks;
@@ -28,9 +29,14 @@ Tensor lora_down_cpu(const Tensor& raw, const std::vector<Tensor>& weights, int6
       const int64_t stop = std::min(end - first, head.outputs);
       // Rank by rank, so that a row of the matrix comes from memory once for all rows of x.
       for (int64_t rank = std::max<int64_t>(begin - first, 0); rank < stop; ++rank)
-        for (int64_t row = 0; row < p.rows; ++row)
-          kernel(head, matrices.each[m].data, values + row * inputs, rank, rank + 1,
-                 p.out + row * ranks + first);
+        for (int64_t row = 0; row < p.rows; ++row) {
+          float* const out = p.out + row * ranks + first;
+          if (is_left_out(p, row, m)) {
+            out[rank] = 0.f;
+          } else {
+            kernel(head, matrices.each[m].data, values + row * inputs, rank, rank + 1, out);
+          }
+        }
     }
   });
   return call.out;

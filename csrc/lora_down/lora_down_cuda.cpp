@@ -8,9 +8,10 @@ namespace hf_fastpath {
 
 Tensor lora_down_cuda(const Tensor& x, const std::vector<Tensor>& weights, int64_t norm,
                       const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
-                      double norm_eps, bool programmatic_launch) {
+                      double norm_eps, bool programmatic_launch, const std::optional<Tensor>& chosen,
+                      const std::vector<int64_t>& owners) {
   const DeviceGuard guard(x);
-  LoraDownCall call(x, weights, programmatic_launch);
+  LoraDownCall call(x, weights, programmatic_launch, chosen, owners);
   LoraDownParams& p = call.params;
   p.norm = norm_of(norm, LoraDownCall::kOp);
   p.norm_eps = static_cast<float>(norm_eps);

@@ -11,13 +11,15 @@ class LoraDownCall {
  public:
   static constexpr const char* kOp = "lora_down";
 
-  LoraDownCall(const Tensor& x, const std::vector<Tensor>& weights, bool programmatic_launch)
+  LoraDownCall(const Tensor& x, const std::vector<Tensor>& weights, bool programmatic_launch,
+               const std::optional<Tensor>& chosen, const std::vector<int64_t>& owners)
       : params(checked(x, weights)),
         x_(hf_fastpath::contiguous(x)),
         out(torch::stable::new_empty(x, sizes_with_last(x, params.matrices.ranks), ScalarType::Float)) {
     params.x = x_.const_data_ptr();
     params.out = static_cast<float*>(out.mutable_data_ptr());
     params.programmatic_launch = programmatic_launch;
+    chosen_ = take_owners(params, chosen, owners, kOp);
   }
 
  private:
@@ -38,6 +40,7 @@ class LoraDownCall {
 
  private:
   Tensor x_;
+  std::optional<Tensor> chosen_;
 
  public:
   Tensor out;

@@ -1,5 +1,6 @@
 // What: a base product plus what LoRA adapters add to it, then activation, gate and residual.
-// Work split: grid (blocks of features of out, groups of up to four rows). A group of 1 to 32 lanes, as many
+// Work split: grid (blocks of features of out, groups of up to four rows; or rows, if each takes matrices of
+//   its own). A group of 1 to 32 lanes, as many
 //   as the rows of the matrices have accesses, takes one feature of out, or both that a gate multiplies. Its
 //   first accesses of matrices are on their way while the kernel in front still runs. Rows of hidden lie in
 //   shared memory, because every feature reads them.
@@ -30,6 +31,8 @@ constexpr int kThreadsOfSm = 4 * kThreads;
 template <class W, int kElems>
 struct Walk {
   int feature, lane, lanes;
+  bool has_owner;  // walks the matrices of `owner` alone
+  int owner;
   int matrix = -1, i = 0, end = 0;
   const W* row = nullptr;
 
@@ -38,6 +41,7 @@ struct Walk {
     i += lanes * kElems;
     while (i >= end) {
       if (++matrix >= p.matrices.count) return false;
+      if (has_owner && p.owner[matrix] != owner) continue;
       const LoraMatrix& of = p.matrices.each[matrix];
       const int at = feature - p.first_feature[matrix];
       const bool reaches = at >= 0 && at < of.rows;
@@ -66,20 +70,21 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kBatch>)
   typename C::Raw raw[kParts][kTurns];
   int places[kParts][kTurns];  // of what an access is multiplied with in a row of hidden; -1: there is none
   float scales[kParts][kTurns];
-  int owners[kParts][kTurns];
   allow_next_kernel();
+  const bool has_owner = kBatch == 1 && p.chosen != nullptr;
+  const int own = has_owner ? p.chosen[first_row] : 0;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     auto& walk = walks[part];
     walk.feature = present ? output + part * p.outputs : -1;  // no matrix reaches feature -1
-    walk.lane = lane, walk.lanes = lanes;
+    walk.lane = lane, walk.lanes = lanes, walk.has_owner = has_owner, walk.owner = own;
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
-      places[part][t] = -1, raw[part][t] = C::zero(), scales[part][t] = 0.f, owners[part][t] = 0;
+      places[part][t] = -1, raw[part][t] = C::zero(), scales[part][t] = 0.f;
       if (!walk.next(p)) continue;
       raw[part][t] = C::load_streaming(walk.row + walk.i);
       places[part][t] = p.matrices.first_rank[walk.matrix] + walk.i;
-      scales[part][t] = p.scale[walk.matrix], owners[part][t] = p.owner[walk.matrix];
+      scales[part][t] = p.scale[walk.matrix];
     }
   }
   wait_for_previous_kernel();
@@ -104,19 +109,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kBatch>)
     hidden[i] = __ldcg(p.hidden + int64_t(first_row) * ranks + i);
   __syncthreads();  // hidden is there
 
-  int chosen[kBatch] = {};
-  if (p.chosen != nullptr) {
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) chosen[b] = p.chosen[min(first_row + b, p.rows - 1)];
-  }
   float sums[kParts][kBatch] = {};
-  const auto add = [&](int part, const typename C::Raw& from, int place, float scale, int owner) {
+  const auto add = [&](int part, const typename C::Raw& from, int place, float scale) {
     float w[kElems];
     C::unpack(from, w);
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (b >= rows) break;
-      if (p.chosen != nullptr && chosen[b] != owner) continue;  // whatever is in the matrix
       const float* h = hidden + b * ranks + place;
       float product = 0.f;
       if constexpr (kElems == 1) {
@@ -136,11 +135,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kBatch>)
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
     for (int t = 0; t < kTurns; ++t)
-      if (places[part][t] >= 0) add(part, raw[part][t], places[part][t], scales[part][t], owners[part][t]);
+      if (places[part][t] >= 0) add(part, raw[part][t], places[part][t], scales[part][t]);
     auto& walk = walks[part];
     while (walk.next(p))
       add(part, C::load_streaming(walk.row + walk.i), p.matrices.first_rank[walk.matrix] + walk.i,
-          p.scale[walk.matrix], p.owner[walk.matrix]);
+          p.scale[walk.matrix]);
   }
   for (int step = lanes / 2; step > 0; step /= 2)
 #pragma unroll
@@ -186,7 +185,7 @@ void launch(const LoraUpParams& p, cudaStream_t stream) {
 
 template <class T, class W, int kElems>
 void launch_rows(const LoraUpParams& p, cudaStream_t stream) {
-  if (p.rows == 1)
+  if (p.rows == 1 || p.chosen)
     return p.gated ? launch<T, W, kElems, 1, true>(p, stream) : launch<T, W, kElems, 1, false>(p, stream);
   return p.gated ? launch<T, W, kElems, kMaxBatch, true>(p, stream)
                  : launch<T, W, kElems, kMaxBatch, false>(p, stream);

@@ -31,15 +31,7 @@ class LoraUpCall {
       residual_ = hf_fastpath::contiguous(*residual);
       params.residual = residual_->const_data_ptr();
     }
-    if (chosen) {
-      STD_TORCH_CHECK(
-          chosen->scalar_type() == ScalarType::Int && chosen->dim() == 1 && chosen->size(0) == params.rows &&
-              owners.size() == weights.size(),
-          "hf_fastpath::lora_up: chosen has to be int32 [rows of base], and owners one for each weight");
-      chosen_ = hf_fastpath::contiguous(*chosen);
-      params.chosen = static_cast<const int*>(chosen_->const_data_ptr());
-      for (size_t m = 0; m < owners.size(); ++m) params.owner[m] = static_cast<int>(owners[m]);
-    }
+    chosen_ = take_owners(params, chosen, owners, kOp);
     params.base = base_.const_data_ptr();
     params.hidden = static_cast<const float*>(hidden_.const_data_ptr());
     params.out = out.mutable_data_ptr();

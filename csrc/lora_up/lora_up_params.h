@@ -20,13 +20,8 @@ struct LoraUpParams {
   int outputs;                          // features of out
   bool gated;                           // out = activation(first half of the sums) * second half
   Activation activation;
-  bool programmatic_launch;  // may read matrices before the kernel in front on the stream is complete
+  bool programmatic_launch;  // may read matrices and chosen before the kernel in front on the stream is
+                             // complete
 };
-
-// Whether a row of another owner leaves a matrix out, whatever is in it. Static: a file for one CPU feature
-// has a function of its own.
-static inline bool is_left_out(const LoraUpParams& p, int64_t row, int matrix) {
-  return p.chosen != nullptr && p.chosen[row] != p.owner[matrix];
-}
 
 }  // namespace hf_fastpath

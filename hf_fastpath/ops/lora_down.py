@@ -23,6 +23,8 @@ def reference(
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 0.0,
     programmatic_launch: bool = False,
+    chosen: torch.Tensor | None = None,
+    owners: Sequence[int] = (),
 ) -> torch.Tensor:
     """Compute ``norm(x) @ weight.T`` in float32 for every weight, the ranks side by side.
 
@@ -30,7 +32,10 @@ def reference(
         x: [..., in_features] float32, float16 or bfloat16, 1 to 16 rows in all.
         weights: 1 to MAX_MATRICES of [rank, in_features] each, the ``lora_A`` weights of adapters, together at most
             MAX_RANKS rows. All have one dtype, x's or float32. Rows may be strided; the last dimension is contiguous.
-        norm, norm_weight, norm_bias, norm_eps, programmatic_launch: as in ``gemv``.
+        norm, norm_weight, norm_bias, norm_eps: as in ``gemv``.
+        programmatic_launch: CUDA may read all but x while the kernel in front on this stream still runs; see ``gemv``.
+        chosen: int32 [rows], or None: a row takes the weights of this owner alone, and has zeros for the others.
+        owners: with ``chosen``, a number for each weight.
 
     Returns:
         float32 [..., sum of ranks], contiguous: ``lora_up`` multiplies it. The products are not rounded to x's dtype.
@@ -42,7 +47,11 @@ def reference(
     """
     x = normed(x, norm, norm_weight, norm_bias, norm_eps)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.cat([torch.nn.functional.linear(x.to(wide), weight.to(wide)) for weight in weights], dim=-1)
+    parts = [torch.nn.functional.linear(x.to(wide), weight.to(wide)) for weight in weights]
+    if chosen is not None:
+        taken = ((chosen == owner).view(*x.shape[:-1], 1) for owner in owners)
+        parts = [part.where(mask, 0) for part, mask in zip(parts, taken, strict=True)]
+    return torch.cat(parts, dim=-1)
 
 
 def fake(x, weights):
@@ -78,7 +87,22 @@ def ranks_reason(ranks: int) -> list[str]:
     return [f"weights have {ranks} ranks, expected at most {MAX_RANKS}: take the others in another call"]
 
 
-def why_not(x, weights, norm, norm_weight, norm_bias) -> list[str]:
+def owners_reasons(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], chosen: torch.Tensor | None, owners: Sequence[int]
+) -> list[str]:
+    """Return reasons why these do not say which of x's rows take which weights."""
+    if chosen is None:
+        return []
+    reasons, rows = [], x.numel() // max(1, x.shape[-1])
+    if chosen.dtype != torch.int32 or tuple(chosen.shape) != (rows,) or chosen.device != x.device:
+        what = f"{chosen.dtype} {tuple(chosen.shape)} on {chosen.device}"
+        reasons.append(f"chosen is {what}, expected torch.int32 ({rows},) on {x.device}")
+    if len(owners) != len(weights):
+        reasons.append(f"{len(owners)} owners and {len(weights)} weights, expected as many of each")
+    return reasons
+
+
+def why_not(x, weights, norm, norm_weight, norm_bias, chosen, owners) -> list[str]:
     reasons = tensor_reasons(x) + norm_reasons(x, norm, norm_weight, norm_bias) + rows_reason(x)
     if x.dim() < 1:
         return reasons
@@ -88,6 +112,7 @@ def why_not(x, weights, norm, norm_weight, norm_bias) -> list[str]:
     for place, weight in enumerate(weights):
         if weight.shape[1] != x.shape[-1]:
             reasons.append(f"weights[{place}] has shape {tuple(weight.shape)}, expected {expected}")
+    reasons += owners_reasons(x, weights, chosen, owners)
     return reasons + ranks_reason(sum(weight.shape[0] for weight in weights))
 
 
@@ -110,12 +135,17 @@ def samples(device: torch.device, dtype: torch.dtype):
     yield Sample(randn(1, 14336), weights(14336, 4, dtype=torch.float32))
     yield Sample(randn(3, 96), weights(96, 64))
     yield Sample(randn(16, 77), weights(77, 5, 9, dtype=torch.float32))
+    # rows of owners: of one that has several rows, of one that has none, and a row of no owner
+    chosen = torch.tensor([3, -1, 0, 3, 1], dtype=torch.int32, device=device)
+    yield Sample(randn(5, 256), weights(256, 8, 16, 8, 4), chosen=chosen, owners=[0, 3, 2, 3], programmatic_launch=True)
+    yield Sample(randn(5, 1, 91), weights(91, 5, 9, dtype=torch.float32), chosen=chosen, owners=[1, 3])
     for norm in NORMS[1:]:
         shift = randn(256) if norm == NormKind.LAYER else None
         of_norm = dict(norm=norm, norm_weight=randn(256), norm_bias=shift, norm_eps=1e-5, programmatic_launch=True)
         for rows in (1, 6):
             yield Sample(randn(rows, 256) + 1, weights(256, 8, 3), **of_norm)
             yield Sample(randn(rows, 256) + 1, weights(256, 8, dtype=torch.float32), **of_norm)
+        yield Sample(randn(5, 256) + 1, weights(256, 8, 3), **of_norm, chosen=chosen, owners=[3, 0])
     yield Sample(randn(2, 2048) + 1, weights(2048, 12), norm=NormKind.LAYER, norm_eps=1e-5)
     of_norm = dict(norm=NormKind.RMS_OFFSET, norm_weight=randn(1153), norm_eps=1e-6)
     yield Sample(randn(2, 1, 1153), weights(1153, 7, 8), **of_norm)
@@ -124,7 +154,10 @@ def samples(device: torch.device, dtype: torch.dtype):
 SPEC = register(
     OpSpec(
         name="lora_down",
-        schema=f"(Tensor x, Tensor[] weights, {NORM_SCHEMA}, bool programmatic_launch=False) -> Tensor",
+        schema=(
+            f"(Tensor x, Tensor[] weights, {NORM_SCHEMA}, bool programmatic_launch=False, Tensor? chosen=None, "
+            "int[] owners=[]) -> Tensor"
+        ),
         reference=reference,
         fake=fake,
         why_not=why_not,

@@ -10,7 +10,7 @@ from ..choices import Activation
 from ..registry import OpSpec, Sample, choice_reason, nbytes, register, shape_reason, tensor_reasons
 from .fused_swiglu import activate
 from .gemv import ACTIVATIONS, rows_reason
-from .lora_down import matrices_reasons, ranks_reason
+from .lora_down import matrices_reasons, owners_reasons, ranks_reason
 
 
 def reference(
@@ -40,7 +40,8 @@ def reference(
         residual: like the result, or None; added after the activation, and not if ``gated``.
         activation: ``none``, ``relu``, ``silu``, ``gelu_tanh`` or ``gelu``.
         gated: features are two halves, and the result is ``activation(first half) * second half``.
-        programmatic_launch: CUDA may read weights while the kernel in front on this stream still runs; see ``gemv``.
+        programmatic_launch: CUDA may read weights and ``chosen`` while the kernel in front on this stream still runs;
+            see ``gemv``.
         chosen: int32 [rows], or None: a row takes the weights of this owner alone. What other weights and their parts
             of ``hidden`` hold does not matter to the row, not even NaN.
         owners: with ``chosen``, a number for each weight.
@@ -99,13 +100,7 @@ def why_not(base, hidden, weights, scales, firsts, residual, activation, gated, 
         if not 0 <= first <= features - weight.shape[0]:
             reach = f"features {first} to {first + weight.shape[0]}"
             reasons.append(f"weights[{place}] reaches {reach}, expected within base's {features}")
-    if chosen is not None:
-        rows = base.numel() // max(1, features)
-        if chosen.dtype != torch.int32 or tuple(chosen.shape) != (rows,) or chosen.device != base.device:
-            what = f"{chosen.dtype} {tuple(chosen.shape)} on {chosen.device}"
-            reasons.append(f"chosen is {what}, expected torch.int32 ({rows},) on {base.device}")
-        if len(owners) != len(weights):
-            reasons.append(f"{len(owners)} owners and {len(weights)} weights, expected as many of each")
+    reasons += owners_reasons(base, weights, chosen, owners)
     ranks = sum(weight.shape[1] for weight in weights)
     return reasons + ranks_reason(ranks) + shape_reason("hidden", hidden, (*base.shape[:-1], ranks))
 

@@ -35,7 +35,7 @@ OPS: dict[str, tuple[str, ...]] = {
         "fused_gelu",
         "fake_quantize",
     ),
-    "tokens": ("step_inputs", "greedy_token", "exponential_race", "read_stream"),
+    "tokens": ("step_inputs", "greedy_token", "exponential_race", "read_stream", "bytes_sum"),
     "ranks": ("sum_ranks", "gather_ranks"),
     "layers": ("decode_layers",),
 }

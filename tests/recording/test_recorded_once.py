@@ -37,8 +37,9 @@ OURS = {"greedy": {}, "beams": dict(num_beams=2), "several": dict(num_return_seq
 
 
 @pytest.fixture
-def recordings(monkeypatch) -> list:
-    """The recordings that are made, as they are made."""
+def recordings(monkeypatch, tmp_path) -> list:
+    """The recordings that are made, as they are made; no file holds those of tests before."""
+    monkeypatch.setenv("HF_FASTPATH_CACHE", str(tmp_path))
     made, record = [], step._record
 
     def noted(*arguments: Any) -> Any:

@@ -194,7 +194,8 @@ class Lower:
             given = dict(base=base(), x=self.input_behind(x, norm), down=adapters.down)  # in this order
             return self.emit(many_rows.with_adapters, **given, **added, **behind)
         how = dict(programmatic_launch=self.early)
-        hidden = self.emit(ops.lora_down.overload, x=x, weights=adapters.down, norm=norm, **how)
+        taken = {name: added[name] for name in ("chosen", "owners") if name in added}
+        hidden = self.emit(ops.lora_down.overload, x=x, weights=adapters.down, norm=norm, **taken, **how)
         return self.emit(ops.lora_up.overload, base=base(), hidden=hidden, **added, **behind, **how)
 
     def _side_by_side(self, x: Any, weights: Sequence[Weight], biases: Sequence[Any], norm: Norm | None) -> Any:
