@@ -45,6 +45,23 @@ globals().update(common_tests(SPEC, odd_sizes))
 
 
 @over_dtypes
+def test_rows_take_their_owners_weights_alone(device, dtype):
+    """Whatever the others hold, a row has zeros for them; its own products are those of the row alone."""
+    x, norm = torch.randn(7, 520, device=device, dtype=dtype), torch.randn(520, device=device, dtype=dtype)
+    weights = [torch.randn(rank, 520, device=device, dtype=dtype) for rank in (8, 3, 16)]
+    chosen = torch.tensor([2, 0, -1, 2, 2, 1, 0], dtype=torch.int32, device=device)
+    for named in ({}, dict(norm="rms", norm_weight=norm, norm_eps=1e-6), dict(norm="layer", norm_eps=1e-5)):
+        found = SPEC(x, weights, **named, chosen=chosen, owners=[0, 1, 2]).split([8, 3, 16], dim=-1)
+        for owner, (part, weight) in enumerate(zip(found, weights)):
+            for row, its in enumerate(chosen.tolist()):
+                own = SPEC(x[row : row + 1], [weight], **named)[0] if its == owner else torch.zeros_like(part[row])
+                assert same_bits(part[row], own), (named, row, owner)
+    weights[1].fill_(float("nan"))
+    taken = SPEC(x, weights, chosen=chosen, owners=[0, 1, 2])
+    assert taken[chosen != 1].isfinite().all() and taken[5, 8:11].isnan().all()
+
+
+@over_dtypes
 def test_lora_down_exact_on_integers(device, dtype):
     """Every feature meets every rank's weight of its place, and no other."""
     for rows, k, ranks in (
@@ -120,6 +137,13 @@ def test_lora_down_names_the_fault():
             SPEC(x, weights)
     with pytest.raises(OpInputError, match=r"weights\[1\] has dtype torch.float32, weights\[0\] torch.float16"):
         SPEC(x.half(), [weight.half(), weight])
+    for chosen, owners, message in (
+        (torch.zeros(2, dtype=torch.int32), [0], r"chosen is torch.int32 \(2,\) on cpu, expected torch.int32 \(1,\)"),
+        (torch.zeros(1), [0], r"chosen is torch.float32 \(1,\) on cpu, expected torch.int32"),
+        (torch.zeros(1, dtype=torch.int32), [0, 1], "2 owners and 1 weights, expected as many of each"),
+    ):
+        with pytest.raises(OpInputError, match=message):
+            SPEC(x, [weight], chosen=chosen, owners=owners)
     with pytest.raises(OpInputError, match="x has 17 rows, expected 1 to 16"):
         SPEC(torch.randn(17, 8), [weight])
     with pytest.raises(OpInputError, match="norm 'rms' takes norm_weight and no norm_bias"):
@@ -145,3 +169,6 @@ def test_lora_down_native_names_the_fault():
     ):
         with pytest.raises(RuntimeError):
             SPEC.overload(*args)
+    for wrong in (dict(chosen=torch.zeros(2, dtype=torch.int32), owners=[0]), dict(chosen=torch.zeros(1), owners=[0])):
+        with pytest.raises(RuntimeError, match="chosen has to be int32"):
+            SPEC.overload(x, [weight], **wrong)
