@@ -93,6 +93,19 @@ def test_every_listed_family_is_its_own_twin(architecture):
     assert found.architecture == replace(architecture, like=architecture.name)
 
 
+@pytest.mark.parametrize("architecture", architectures(), ids=lambda architecture: architecture.name)
+def test_families_are_told_apart_by_the_parts_of_a_layer(architecture):
+    """A family's code is imported only if a layer has its parts; a module that no family names is none of them."""
+    layer = build(architecture.name).get_submodule(f"{architecture.base}.{architecture.layers}")[0]
+    assert structural._has_parts_of(layer, architecture)
+    if architecture.mlp is not None and architecture.layer.mlp is not None:
+        layer.further_norm = torch.nn.LayerNorm(4)
+        assert not structural._has_parts_of(layer, architecture)
+        del layer.further_norm
+    delattr(getattr(layer, architecture.layer.attention), architecture.attention.out)
+    assert not structural._has_parts_of(layer, architecture)
+
+
 def test_comments_annotations_and_docstrings_do_not_matter(family):
     model = family(
         ("down_proj = self.down_proj(", "# down\n        down_proj: torch.Tensor = self.down_proj("),

@@ -20,6 +20,7 @@ from transformers.models.auto import modeling_auto
 from hf_fastpath import compat
 from hf_fastpath.options import Options
 from hf_fastpath.patching import analyse, passed_twins, selftest
+from hf_fastpath.recording import prompts
 
 DATA = Path(__file__).resolve().parents[2] / "docs" / "data"
 #: table of types -> transformers' lists of their classes
@@ -141,3 +142,15 @@ def test_twins_of_small_models(kind, model_type, monkeypatch):
         pytest.skip(f"{plan.loop_reason} on transformers {transformers.__version__}")
     found, of_logits = selftest.run(plan.model, plan.recorded)
     assert found is None and of_logits < 1e-5, (found, plan.loop_reason)
+
+
+def test_prompts_of_a_twin_are_left_to_its_modules(monkeypatch):
+    """Each model's own are proven when they are recorded, so that a twin's would only take time."""
+    require_native(CPU)
+    made = []
+    monkeypatch.setattr(prompts, "whole_prompt", lambda *given: made.append(given))
+    monkeypatch.setattr(prompts, "FIRST_RECORDED", 2)
+    monkeypatch.setattr(passed_twins, "find", lambda key: None)
+    model = causal_lm_types.small_model("glm4")
+    plan = analyse.analyse(model, Options.parse())
+    assert selftest.run(model, plan.recorded)[0] is None and not made
