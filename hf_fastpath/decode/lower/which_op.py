@@ -189,13 +189,12 @@ class Lower:
         self, x: Any, norm: Norm | None, adapters: Adapters, base: Callable[[], Any], **behind: Any
     ) -> Any:
         """Emit a base product with adapters; products by ``down`` come first, as nothing waits for the base product."""
-        added = adapters.of_rows(self.owners)
+        added, owned = adapters.added, adapters.of_rows(self.owners)
         if self.many or not adapters.are_alike or not adapters.are_few:
             given = dict(base=base(), x=self.input_behind(x, norm), down=adapters.down)  # in this order
-            return self.emit(many_rows.with_adapters, **given, **added, **behind)
-        how = dict(programmatic_launch=self.early)
-        taken = {name: added[name] for name in ("chosen", "owners") if name in added}
-        hidden = self.emit(ops.lora_down.overload, x=x, weights=adapters.down, norm=norm, **taken, **how)
+            return self.emit(many_rows.with_adapters, **given, **added, **owned, **behind)
+        how = dict(programmatic_launch=self.early, **owned)
+        hidden = self.emit(ops.lora_down.overload, x=x, weights=adapters.down, norm=norm, **how)
         return self.emit(ops.lora_up.overload, base=base(), hidden=hidden, **added, **behind, **how)
 
     def _side_by_side(self, x: Any, weights: Sequence[Weight], biases: Sequence[Any], norm: Norm | None) -> Any:

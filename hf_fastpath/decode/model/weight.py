@@ -115,12 +115,16 @@ class Adapters:
         """Whether one call of these ops takes them."""
         return len(self.down) <= MAX_MATRICES and sum(map(len, self.down)) <= MAX_RANKS
 
+    @property
+    def added(self) -> dict[str, Any]:
+        """What ``ops.lora_up`` is told of them."""
+        return dict(weights=self.up, scales=self.scales, firsts=self.firsts)
+
     def of_rows(self, owners: RowOwners | None) -> dict[str, Any]:
-        """Return what ``ops.lora_up`` is told of them and, if there are owners, of the rows that take them."""
-        told: dict[str, Any] = dict(weights=self.up, scales=self.scales, firsts=self.firsts)
-        if owners is not None:
-            told |= dict(chosen=owners.chosen, owners=[owners.numbers[each.data_ptr()] for each in self.down])
-        return told
+        """Return what both ops are told of the rows that take them, if rows have owners."""
+        if owners is None:
+            return {}
+        return dict(chosen=owners.chosen, owners=[owners.numbers[each.data_ptr()] for each in self.down])
 
     @staticmethod
     def of(weights: Sequence[Weight]) -> Adapters:
