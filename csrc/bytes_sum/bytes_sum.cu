@@ -1,4 +1,5 @@
-// What: sum over words of 64 bits of each word times the factor of its place, modulo 2^64, over many tensors.
+// What: sum over words of 64 bits of what each adds at its place (bytes_sum_words.h), modulo 2^64, over many
+//   tensors.
 // Work split: tiles of 64 KiB; as many blocks as fit at once, block i takes tiles i, i + grid, ... The bytes
 //   of a tile that do not make 16, or lie unaligned, are taken by words.
 // Traffic: every byte once; an 8-byte atomic a block. The sum of integers does not depend on its order.
@@ -44,7 +45,7 @@ __device__ __forceinline__ uint64_t sum_tile(const ulonglong2* pairs, int64_t pl
 // The sum over fewer bytes than a tile's, or over unaligned ones.
 __device__ __forceinline__ uint64_t sum_part(const unsigned char* data, int64_t bytes, int64_t place) {
   uint64_t sum = 0;
-  const int64_t words = (bytes + kSumWordBytes - 1) / kSumWordBytes;
+  const int64_t words = words_of(bytes);
   const bool is_aligned = reinterpret_cast<uintptr_t>(data) % kSumWordBytes == 0;
   for (int64_t i = threadIdx.x; i < words; i += kThreads) {
     const int64_t left = bytes - i * kSumWordBytes;
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   int span = 0;
   for (int tile = blockIdx.x; tile < spans.first_tile[spans.count]; tile += gridDim.x) {
     for (; tile >= spans.first_tile[span + 1]; ++span) {
-      place += (spans.bytes[span] + kSumWordBytes - 1) / kSumWordBytes;
+      place += words_of(spans.bytes[span]);
     }
     const int64_t begin = (tile - spans.first_tile[span]) * kTileBytes;
     const unsigned char* data = static_cast<const unsigned char*>(spans.data[span]) + begin;

@@ -1,6 +1,4 @@
-// What: sum over words of 64 bits of the product of each word's halves, to which halves of its place's key
-// are
-//   added, and of the word, modulo 2^64.
+// What: sum over words of 64 bits of what each adds at its place (bytes_sum_words.h), modulo 2^64.
 // Work split: one thread; four vectors of sums, so that none waits for the one before it.
 // Traffic: every byte once; six instructions for 32 bytes.
 // Roofline: memory. Figures: docs/lab/ops.md.

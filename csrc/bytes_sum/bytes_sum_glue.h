@@ -25,7 +25,7 @@ inline std::vector<SummedBytes> summed_bytes(const std::vector<Tensor>& tensors)
                     "hf_fastpath::bytes_sum: tensors have to be contiguous, and on one device");
     const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
     if (bytes > 0) found.push_back({tensor.const_data_ptr(), bytes, place});
-    place += (bytes + kSumWordBytes - 1) / kSumWordBytes;
+    place += words_of(bytes);
   }
   return found;
 }

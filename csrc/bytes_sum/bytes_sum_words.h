@@ -27,6 +27,11 @@ HF_FASTPATH_HOST_DEVICE uint64_t summand(uint64_t word, uint64_t key) {
   return static_cast<uint64_t>(low) * high + word;
 }
 
+// Words of so many bytes, of which the last may have fewer than eight.
+HF_FASTPATH_HOST_DEVICE int64_t words_of(int64_t bytes) {
+  return (bytes + kSumWordBytes - 1) / kSumWordBytes;
+}
+
 // The bytes of a word that has fewer than eight; the others are 0.
 HF_FASTPATH_HOST_DEVICE uint64_t word_of(const unsigned char* bytes, int64_t count) {
   uint64_t word = 0;

@@ -110,14 +110,12 @@ def on_gpu(session: Calls) -> Times:
     within: list[str | None] = [None] * len(starts)
     scaled: Scaled | None = None
     method = "CUPTI's records of the kernels of replayed steps, each from the end of the call in front to its own"
+    us = typical([kernels.added(step, starts) for step in steps])
     if (place := place_of_one_call(program)) is not None:
         listed, by_list = _started(session, as_list=True)
         described = by_list.described[id(by_list.program)]
-        one = typical([kernels.added(step, starts) for step in steps])
         each = typical([kernels.added(step, listed) for step in _replays(session, as_list=True)[1]])
-        us, within, scaled = taken_apart(one, place, op_name(program.calls[place].op), each)
-    else:
-        us = typical([kernels.added(step, starts) for step in steps])
+        us, within, scaled = taken_apart(us, place, op_name(program.calls[place].op), each)
     wall = plain.seconds / (plain.count - WARM) * 1e6
     profiled = (replayed.ended - replayed.first) / (replayed.count - WARM) * 1e6
     return Times(
