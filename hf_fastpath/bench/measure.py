@@ -120,7 +120,7 @@ def graph_timer(step: Callable[[], object], device: torch.device, calls: int = 1
         end.synchronize()
         return begin.elapsed_time(end) / 1000 / calls
 
-    replay.kept = kept  # the outputs live as long as the graph that writes them
+    replay.kept = step, kept  # what the graph reads and writes lives as long as it does
     return replay
 
 
