@@ -70,7 +70,7 @@ def _bind_forward(state: PatchState, binding: Binding) -> None:
     module, ledger = binding.part.module, state.ledger
     names = tuple(inspect.signature(type(module).forward).parameters)[2:]
     ledger.put(module, KEY, ModulePatch(state, binding.part, names))
-    ledger.bind(module, compat.forward_attribute(module), FORWARDS[binding.kind])
+    ledger.bind(module, compat.forward_attribute(module), FORWARDS[binding.kind], binding.kind == "decoder")
     bind_copying(ledger, module)
 
 
@@ -78,7 +78,8 @@ def _bind_generate(state: PatchState, plan: PatchPlan) -> None:
     bind_copying(state.ledger, plan.model)
     install_loops(state, LOOPS)  # a class with a loop of its own passes through them to be counted
     if own_forward.is_due(plan):
-        state.ledger.bind(plan.model, compat.forward_attribute(plan.model), own_forward.forward_for(plan.model))
+        own = own_forward.forward_for(plan.model)
+        state.ledger.bind(plan.model, compat.forward_attribute(plan.model), own, is_gate=True)
     if plan.generates:
         state.ledger.bind(plan.model, compat.PREPARE_CACHE, prepare_cache)
 

@@ -44,6 +44,8 @@ def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
     if wrapper is not None and wrapper is not self:  # a model of PEFT's hands on what the model inside has
         return compat.plain_deepcopy(wrapper, memo)
     state = state_of(self)
+    if state is not None:
+        state.aside.come_back()
     made = self.__class__.__new__(self.__class__)
     memo[id(self)] = made
     contents = vars(self)

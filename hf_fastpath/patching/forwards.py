@@ -7,7 +7,6 @@ the same result.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,18 +219,24 @@ def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state, texts = patch.state, patch.state.texts
     if not state.has_trained and torch.is_grad_enabled():
         state.has_trained = any(each.requires_grad for each in self.parameters())
-    cache = cache_of(dict(zip(patch.argument_names, args[1:]), **kwargs), None)
+    cache = cache_of(dict(zip(patch.argument_names, args[1:]), **kwargs) if len(args) > 1 else kwargs, None)
+    is_by_stock = _is_faster_by_stock(patch, cache, args, kwargs)
+    if is_by_stock:
+        state.aside.stay_out()
+    else:
+        state.aside.come_back()
     before = texts.aside, texts.over_cache, texts.by_stock
-    texts.over_cache = isinstance(cache, FastpathCache)
-    texts.by_stock = _is_faster_by_stock(patch, cache, args, kwargs)
-    out_of_modules = state.aside.out() if texts.by_stock else nullcontext()
-    function = None if texts.by_stock else replaced_function(self)
+    is_ours = isinstance(cache, FastpathCache)
+    function = None if is_by_stock else replaced_function(self)
+    texts.over_cache, texts.by_stock = is_ours, is_by_stock
     texts.aside = None if function is None else Cause("replaced_function", function)
     try:
-        with cache.kept() if texts.over_cache else nullcontext(), out_of_modules:
+        if not is_ours:
+            return type(self).forward(self, *args, **kwargs)
+        with cache.kept():
             return type(self).forward(self, *args, **kwargs)
     finally:
-        texts.was_by_stock = texts.by_stock
+        texts.was_by_stock = is_by_stock
         texts.aside, texts.over_cache, texts.by_stock = before
 
 

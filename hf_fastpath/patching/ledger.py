@@ -44,6 +44,7 @@ class Ledger:
         #: (module, attribute, the value that the module's ``__dict__`` held before, or the mark of none)
         self._entries: list[tuple[nn.Module, str, Any]] = []
         self._forwards: list[_Forward] = []  # those of the entries that a forward can do without
+        self._gates: set[int] = set()  # ids of the modules whose forwards decide whether those inside step aside
         self.replaced: list[Replaced] = []
         self.removed_hooks: list[RemovedHooks] = []
 
@@ -68,19 +69,31 @@ class Ledger:
         if name == "forward" and _is_ours(value):
             self._forwards.append((module, previous, value))
 
-    def bind(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        """Put a bound method in place, as :meth:`put`."""
+    def bind(self, module: nn.Module, name: str, function: Callable[..., Any], is_gate: bool = False) -> None:
+        """Put a bound method in place, as :meth:`put`.
+
+        Args:
+            is_gate: it is a forward that decides whether the modules inside step aside.
+        """
         self.put(module, name, MethodType(function, module))
+        if is_gate:
+            self._gates.add(id(module))
 
     @property
     def num_forwards(self) -> int:
         """How many modules have forwards of ours."""
         return sum(name in compat.FORWARD_ATTRIBUTES for _, name, _ in self._entries)
 
-    def take_forwards_out(self) -> Out:
-        """Let modules have the forwards that they had before; return what :meth:`put_forwards_back` takes."""
+    def take_forwards_out(self, but_gates: bool = False) -> Out:
+        """Let modules have the forwards that they had before; return what :meth:`put_forwards_back` takes.
+
+        Args:
+            but_gates: forwards that decide whether the modules inside step aside stay.
+        """
         out = []
         for module, previous, ours in self._forwards:
+            if but_gates and id(module) in self._gates:
+                continue
             contents = vars(module)
             held = contents.get("forward")
             if held is ours or _is_ours(held):  # a copy of the model has other bound methods

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import CPU, build, counting, prompt, require_native
+from transformers import DynamicCache
 
 import hf_fastpath
 from hf_fastpath.patching import aside, forwards
@@ -125,3 +126,48 @@ def test_two_calls_at_once(pair):
     first.join()
     assert bound(ours) == before
     assert torch.equal(fast, ours.generate(prompt(CPU), max_new_tokens=6, do_sample=False))
+
+
+@torch.no_grad()
+def test_behind_forwards_over_a_cache_of_the_users_own_they_stay_out(pair):
+    """Until another forward wants them."""
+    stock, ours = pair
+    before, ids = bound(ours), prompt(CPU)
+    caches = [DynamicCache(config=each.config) for each in pair]
+    for _ in range(3):
+        expected, found = (each(ids, past_key_values=cache).logits for each, cache in zip(pair, caches))
+        assert torch.equal(found, expected)
+        ids = expected[:, -1:].argmax(-1)
+        assert bound(ours) == ["", "model"]
+    assert frames(lambda: ours(ids, past_key_values=caches[1])) == 2, "the decoder's forward and what it decides by"
+    assert bound(copy.deepcopy(ours)) == before == bound(ours)
+    ours(ids, past_key_values=caches[1])
+    assert bound(ours) == ["", "model"]
+    ours.generate(prompt(CPU), **ASKS)
+    assert bound(ours) == before
+    ours(ids, past_key_values=caches[1])
+    ours(prompt(CPU), use_cache=True)  # over a cache of ours
+    assert bound(ours) == before
+    ours(ids, past_key_values=caches[1])
+    with counting(ours) as counts:
+        ours(prompt(CPU), output_hidden_states=True)
+    assert bound(ours) == before and not counts.reasons
+    ours(ids, past_key_values=caches[1])
+    with torch.enable_grad():
+        ours(prompt(CPU)).logits.sum().backward()
+    assert bound(ours) == before
+    ours(ids, past_key_values=caches[1])
+    hf_fastpath.unpatch(ours)
+    assert not bound(ours)
+
+
+@torch.no_grad()
+def test_a_forward_put_in_while_they_stay_out(pair):
+    _, ours = pair
+    mlp, own = ours.model.layers[0].mlp, lambda x: x
+    ours(prompt(CPU), past_key_values=DynamicCache(config=ours.config))
+    mlp.forward = own
+    ours(prompt(CPU), output_hidden_states=True)
+    assert mlp.forward is own and "forward" in vars(ours.model.layers[1].mlp)
+    hf_fastpath.unpatch(ours)
+    assert mlp.forward is own
