@@ -45,7 +45,7 @@ class LookedAt:
         self.lock = threading.RLock()
         self._skeleton: Skeleton | None = None
         self._is_new, self._is_whole = True, False
-        self._have_served = self._are_wrong = False  # recordings that files hold
+        self.have_served = self._are_wrong = False  # recordings that files hold
 
     def look(self, part: StepSource) -> None:
         """Note the Python values that the model holds now.
@@ -100,14 +100,14 @@ class LookedAt:
                 return made()
             what = f"{make.__name__} {how}"
             found = made_or_kept(self._module, self.code, what, made, self.saved, self._are_wrong)
-            self._have_served |= is_kept
+            self.have_served |= is_kept
             self.recordings[what] = found
             return found
 
     def leave_files(self) -> bool:
         """Make recordings of which files hold another one's; return whether any has come out of a file until now."""
         with self.lock:
-            have_served, self._have_served, self._are_wrong = self._have_served, False, True
+            have_served, self.have_served, self._are_wrong = self.have_served, False, True
             self.recordings.clear()
             return have_served
 

@@ -295,7 +295,7 @@ class RecordedModel(WholeModel):
 
     def proof_reason(self, plans: PlanCache, batch: int) -> str | None:
         """Return why the recorded step is not used, or None: so many sequences cannot be recorded, or it is wrong."""
-        reason = self.shape_reason(batch, 1) or reason_against(self, plans)
+        reason = self.shape_reason(batch, 1) or reason_against(self, plans, self._looked_at.have_served)
         if reason == "not_proven" and self._looked_at.leave_files():  # which may hold what another model does
             self.forget_recordings(self._moment)  # the model is what it was
             for name in ("kinds", "layers"):

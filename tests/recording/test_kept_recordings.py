@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import decimal
 import functools
 import json
@@ -23,10 +24,11 @@ from own_helpers import Reading
 from transformers import AutoModelForCausalLM
 
 import hf_fastpath
+from hf_fastpath import compat
 from hf_fastpath.native import build_cache
 from hf_fastpath.patching import selftest
 from hf_fastpath.patching.state import state_of
-from hf_fastpath.recording import formulas_as_data, kept_recordings, prompts, recorded_model
+from hf_fastpath.recording import formulas_as_data, kept_recordings, proof, prompts, recorded_model
 from hf_fastpath.recording.errors import NotData
 from hf_fastpath.recording.recording_as_data import to_data
 from hf_fastpath.recording.recording_from_data import from_data
@@ -122,6 +124,32 @@ def test_a_second_model_is_not_recorded(model_type, folder, made):
     parts = [state_of(each).plans.part_of(each) for each in (one, other)]
     datas = [json.dumps(to_data(part.recording(1, 1), part.module)) for part in parts]
     assert datas[0] == datas[1]
+
+
+@pytest.mark.parametrize(("model_type", "at_once"), [("glm4", True), ("deepseek_v3", True), ("lfm2", False)])
+def test_a_step_of_a_file_is_proven_by_one_forward(model_type, at_once, monkeypatch):
+    """Which tells of each token; states cannot give tokens back, so that each takes a forward."""
+    asked: list[int] = []
+    forward_over = compat.forward_over
+    monkeypatch.setattr(compat, "forward_over", lambda *given: asked.append(given[1].shape[1]) or forward_over(*given))
+    one, other = twice(model_type)
+    patched_texts(one)
+    token_by_token, asked[:] = list(asked), []
+    expected = texts(copy.deepcopy(other))
+    assert same(patched_texts(other), expected)
+    prompt, *steps = token_by_token[:4]
+    assert steps == [1, 1, 1] and asked[0] == (prompt + 3 if at_once else prompt)
+    assert len(asked) == len(token_by_token) - (3 if at_once else 0)
+
+
+def test_a_step_of_a_file_that_differs_is_compared_token_by_token(monkeypatch):
+    one, other = twice("glm4")
+    patched_texts(one)
+    monkeypatch.setattr(proof, "_difference_at_once", lambda *_: float("nan"))
+    compared: list[float] = []
+    difference = proof.difference
+    monkeypatch.setattr(proof, "difference", lambda *given: compared.append(difference(*given)) or compared[-1])
+    assert same(patched_texts(other), texts(twice("glm4")[0])) and len(compared) == 1
 
 
 def test_another_process_finds_them(folder, tmp_path):
