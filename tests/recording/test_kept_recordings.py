@@ -28,7 +28,7 @@ from hf_fastpath import compat
 from hf_fastpath.native import build_cache
 from hf_fastpath.patching import selftest
 from hf_fastpath.patching.state import state_of
-from hf_fastpath.recording import formulas_as_data, kept_recordings, proof, prompts, recorded_model
+from hf_fastpath.recording import formulas_as_data, kept_recordings, prompts, proof, recorded_model
 from hf_fastpath.recording.errors import NotData
 from hf_fastpath.recording.recording_as_data import to_data
 from hf_fastpath.recording.recording_from_data import from_data
