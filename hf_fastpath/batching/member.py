@@ -129,6 +129,17 @@ class Member:
         return self.due is not None and may_go_on and not self.is_cancelled
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the step behind the next one reads what that chooses, if no token ends the rows; and nobody asks for
+        logits."""
+        if not self.is_due or self.chooser is None or self.chooser.settings is not None:
+            return False
+        if self.scope is not None and self.scope.wants_logprobs:
+            return False
+        is_last = self.max_length is not None and self.length + 1 >= self.max_length
+        return not is_last and (self.most_ahead is None or self.ahead + 1 < self.most_ahead)
+
+    @property
     def is_cancelled(self) -> bool:
         return self.scope is not None and self.scope.is_cancelled
 

@@ -251,22 +251,22 @@ class Sharing:
         due = [member for member in self.members if member.is_due]
         if not due:
             self.changed.wait(_IDLE)
-            return
-        if self._wait_for_callbacks():
-            return  # others have come or gone
-        due = [member for member in self.members if member.is_due]
-        assert self.slots is not None, "members have slots"
+        if not due or self._wait_for_callbacks():
+            return  # perhaps others have come or gone
+        due, slots = [member for member in self.members if member.is_due], self.slots
+        assert slots is not None, "members have slots"
         tokens = {row: token for member in due for row, token in zip(member.rows, member.due or ())}
         for member in self.members:  # an interrupt may have come between a step and its members
-            self.slots.align(member.rows, member.length - 1, member.positions, member.starts)
+            slots.align(member.rows, member.length - 1, member.positions, member.starts)
         if self.has_new_weights:
             self.has_new_weights = False
-            self.slots.take_on_weights()
+            slots.take_on_weights()
         try:
             self.prompts.begin_step()
+            goes_on = self._goes_on()
             self.lock.release()
             try:
-                failed = self._step(self.slots, due, tokens)
+                failed = self._step(slots, due, tokens, goes_on)
             finally:
                 self.lock.acquire()
         finally:
@@ -277,12 +277,17 @@ class Sharing:
             if member.is_waiting:
                 member.ready.notify()
 
-    def _step(self, slots: Slots, due: list[Member], tokens: dict[int, int]) -> Exception | None:
+    def _goes_on(self) -> bool:
+        """Whether the step behind the next one is for the same calls, as far as that is known."""
+        come_or_go = self.joining or self.leaving or self.prompts.calls
+        return not come_or_go and all(member.goes_on for member in self.members)
+
+    def _step(self, slots: Slots, due: list[Member], tokens: dict[int, int], goes_on: bool) -> Exception | None:
         """Run a step without the lock, and let members take what it has computed; return what it has raised."""
         started = time.perf_counter()
         try:
             with torch.inference_mode(False), torch.no_grad():
-                logits = slots.step(tokens)
+                logits = slots.step(tokens, goes_on)
                 self._hand_on(slots, due, logits)
         except Exception as error:
             return error

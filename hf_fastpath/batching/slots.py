@@ -83,6 +83,7 @@ class Slots:
 
     def widen(self, capacity: int) -> None:
         """Have so many positions in every slot, of layers without a window."""
+        self.plan.step_back()
         held = self.plan.longest
         for layer in self._cache.key_layers:
             layer.hold_rows(held)
@@ -123,6 +124,7 @@ class Slots:
 
     def _make_room(self, length: int) -> None:
         """Let every slot have room for a text of ``length`` tokens, and one more."""
+        self.plan.step_back()
         held = self.plan.longest
         for layer in self._cache.key_layers:
             layer.hold_rows(held)
@@ -152,9 +154,9 @@ class Slots:
             self.plan.clear(row)
             self.taken[row] = False
 
-    def step(self, tokens: dict[int, int]) -> torch.Tensor:
+    def step(self, tokens: dict[int, int], goes_on: bool = False) -> torch.Tensor:
         """Read the next token of some slots; see ``RowsPlan.step_rows``."""
-        return self.plan.step_rows([tokens.get(slot) for slot in range(len(self.taken))])
+        return self.plan.step_rows([tokens.get(slot) for slot in range(len(self.taken))], goes_on)
 
     def shrink(self, slots: int) -> dict[int, int]:
         """Go on with fewer slots if most are free.

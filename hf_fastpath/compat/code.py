@@ -252,6 +252,8 @@ def is_run_elsewhere(model: nn.Module, waiting: Container[int] = ()) -> bool:
     for thread, frame in sys._current_frames().items():
         counted = 0
         while frame is not None and thread != here:
+            if not isinstance(frame, types.FrameType):  # seen once in Python 3.11: the other thread had gone on
+                return True
             counted += frame.f_code in codes and frame.f_locals.get("self") is model
             frame = frame.f_back
         if counted > (thread in waiting):

@@ -95,6 +95,7 @@ class _Calls:
         is_ours = cache is None or type(cache) is FastpathCache
         if not is_ours or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or _is_captured(ids):
             return type(model).forward(model, *args, **kwargs)
+        state.aside.come_back()
         if cache is None:
             return self._first(model, state, ids, named, args, kwargs)
         past = cache.get_seq_length()

@@ -170,7 +170,7 @@ class PatchState:
             )
 
     def come_in(self) -> None:
-        """Wait for another thread that is at patch() or unpatch()."""
+        """Wait for another thread that is at patch() or unpatch(); let modules have our forwards again."""
         here = threading.get_ident()
         self.waiting.add(here)
         try:
@@ -178,6 +178,7 @@ class PatchState:
                 self.waiting.discard(here)  # the next thread that closes the door sees that this one is in
         finally:
             self.waiting.discard(here)
+        self.aside.come_back()
 
     def forget_other_threads(self) -> None:
         """Forget what threads of another process held and did."""

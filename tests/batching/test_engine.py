@@ -177,7 +177,7 @@ def test_keys_and_values_are_given_back(device, monkeypatch):
     """Behind the ``with`` block nothing holds the slots' memory, so that a trainer has it for its step."""
     model, before = patched(device=device), kv_bytes()
     most, step = [0], slots.Slots.step
-    monkeypatch.setattr(slots.Slots, "step", lambda self, tokens: most.append(kv_bytes()) or step(self, tokens))
+    monkeypatch.setattr(slots.Slots, "step", lambda self, *given: most.append(kv_bytes()) or step(self, *given))
     with hf_fastpath.batch(model, slots=4, max_new_tokens=8, do_sample=False) as batch:
         for request in [batch.submit(each) for each in texts(6, device)]:
             request.result(LONG)

@@ -141,10 +141,13 @@ def test_behind_forwards_over_a_cache_of_the_users_own_they_stay_out(pair):
         assert bound(ours) == ["", "model"]
     assert frames(lambda: ours(ids, past_key_values=caches[1])) == 2, "the decoder's forward and what it decides by"
     assert bound(copy.deepcopy(ours)) == before == bound(ours)
-    ours(ids, past_key_values=caches[1])
-    assert bound(ours) == ["", "model"]
-    ours.generate(prompt(CPU), **ASKS)
-    assert bound(ours) == before
+    ours.generate(prompt(CPU), max_new_tokens=4)
+    looked = state_of(ours).plans.snapshot
+    for others in ({}, ASKS):
+        ours(ids, past_key_values=caches[1])
+        assert bound(ours) == ["", "model"]
+        ours.generate(prompt(CPU), **{"max_new_tokens": 4} | others)
+        assert bound(ours) == before and state_of(ours).plans.snapshot is looked, "nothing has changed"
     ours(ids, past_key_values=caches[1])
     ours(prompt(CPU), use_cache=True)  # over a cache of ours
     assert bound(ours) == before

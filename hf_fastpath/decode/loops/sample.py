@@ -203,7 +203,7 @@ class _Loop(TokensAhead):
                     if self.shared.ends_itself(self):
                         next_logits = self._take_all(plan)
                         break
-                    tokens = to_tokens(plan.chosen(), self)
+                    tokens = to_tokens(plan.chosen(), self, self.device)
                     done = self._finish_step(tokens)
                 elif plan is None or not plan_chooses:
                     tokens = self._choose(next_logits)
@@ -307,10 +307,10 @@ class _Loop(TokensAhead):
         """Take the tokens of a call whose steps choose them and see the end; return the last logits."""
         found = plan.all_chosen() if self.streamer is None else iter(plan.chosen, None)
         for each in found:
-            self.chosen.append(to_tokens(each, self))
+            self.chosen.append(to_tokens(each, self, "cpu"))  # which go to the device together
             self.length += 1
             if self.streamer is not None:
-                self.streamer.put(self.chosen[-1].cpu())
+                self.streamer.put(self.chosen[-1])
         return plan.logits
 
     def _gather(self) -> None:

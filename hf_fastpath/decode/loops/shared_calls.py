@@ -196,11 +196,11 @@ class SharedCall:
         return ends_by_length_or_token(loop.criteria)
 
 
-def to_tokens(found: Any, loop: Any) -> torch.Tensor:
+def to_tokens(found: Any, loop: Any, device: torch.device | str) -> torch.Tensor:
     """Return int64 [batch] tokens of what a step has chosen for a call; their log-probabilities are kept."""
     if found.logprobs is not None:
         loop.scope.logprobs.append(found.logprobs)
-    return torch.tensor(found.tokens, device=loop.device)
+    return torch.tensor(found.tokens, device=device)
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...cache.fastpath_cache import FastpathCache
-from ..run.to_host import to_host
+from ..run.to_host import OnItsWay
 from .decode_plan import DecodePlan
 
 #: numbers of slots: a plan is made for each that is needed, and its graph captured
@@ -20,7 +20,8 @@ class RowsPlan(DecodePlan):
     """A decode plan whose rows are slots for texts. Positions, lengths and left padding of a step are those of its row.
 
     A step computes every row. A row without a text, and a row that waits, have their key and value written into the
-    slot behind what they hold, which the next token of the row overwrites.
+    slot behind what they hold, which the next token of the row overwrites. So does a step that a GPU begins before the
+    host has seen what the step before has chosen, if it turns out that other tokens are to be read.
 
     Attributes:
         lengths: of each row, tokens that the cache holds of its text; of a row without a text, any number.
@@ -37,6 +38,8 @@ class RowsPlan(DecodePlan):
         self._is_taken = [False] * self.batch
         self.chosen = self.tokens[:, 0].tolist()
         self._is_stale = True  # the device counts other lengths and positions than the host
+        self._is_ahead = False  # the device is at the next step, of the tokens that it has chosen itself
+        self._holds_chosen = True  # the device has the newest tokens that the host knows, or has read these since
 
     def seat(self, row: int, length: int, position: int, start: int = 0) -> None:
         """Let a row go on with a text that the cache holds there.
@@ -47,11 +50,13 @@ class RowsPlan(DecodePlan):
             position: position id of the next token, 0 to ``length``.
             start: left padding.
         """
+        self.step_back()
         self.lengths[row], self._places[row], self._first[row] = length, position, start
         self._is_taken[row] = self._is_stale = True
 
     def clear(self, row: int) -> None:
         """Let go of a row's text."""
+        self.step_back()
         self.lengths[row], self._places[row], self._first[row] = 0, 0, 0
         self._is_taken[row], self._is_stale = False, True
 
@@ -61,6 +66,7 @@ class RowsPlan(DecodePlan):
 
     def take_on_weights(self) -> None:
         """Take on weights that have changed since the plan began."""
+        self.step_back()
         self._fill_values()
         self.program.renew()
 
@@ -69,24 +75,41 @@ class RowsPlan(DecodePlan):
         """Tokens of the longest text."""
         return max((length for length, taken in zip(self.lengths, self._is_taken) if taken), default=0)
 
-    def step_rows(self, tokens: Sequence[int | None]) -> torch.Tensor:
+    def step_back(self) -> None:
+        """Do not use a step that has begun already: rows, weights or memory are others than it knows."""
+        if self._is_ahead:
+            self._is_ahead, self._is_stale, self._holds_chosen = False, True, False
+
+    def step_rows(self, tokens: Sequence[int | None], goes_on: bool = False) -> torch.Tensor:
         """Read the next token of some rows.
 
         Args:
             tokens: of each row, the token that the row reads; None for a row without a text, and for one that waits.
+            goes_on: the next step is likely to read what this one chooses. A GPU begins it at once then, while the host
+                looks at the tokens.
 
         Returns:
-            [batch, vocab_size] logits, valid until the next step.
+            [batch, vocab_size] logits, valid until the next step. If that has begun, they may be its own.
         """
+        if self._is_stale:
+            self.step_back()
         given = [token if token is not None else old for token, old in zip(tokens, self.chosen)]
         if given != self.chosen:
+            self.step_back()
+        if given != self.chosen or not self._holds_chosen:
             self.tokens.copy_(torch.tensor(given, device="cpu")[:, None])
-            self.chosen = given
-        self._settle()
-        self._is_stale = True  # until the step is through: it may break off
-        self.step()
-        self.chosen = to_host(self.tokens[:, 0])[0].tolist()
-        self._is_stale = False
+        was_ahead, self._is_ahead = self._is_ahead, False
+        if not was_ahead:
+            self._settle()
+        self._is_stale, self._holds_chosen = True, False  # until the step is through: it may break off
+        if not was_ahead:
+            self.step()
+        chosen = OnItsWay(self.tokens[:, 0])
+        is_ahead = goes_on and self._may_begin()
+        if is_ahead:
+            self.step()
+        self.chosen = chosen.wait()[0].tolist()
+        self._is_stale, self._is_ahead, self._holds_chosen = False, is_ahead, True
         for row, token in enumerate(tokens):
             if token is None and self._is_taken[row]:
                 self._is_stale = True
@@ -96,6 +119,15 @@ class RowsPlan(DecodePlan):
             if not self._is_taken[row] and self.lengths[row] >= min(_IDLE_TOKENS, self.longest):
                 self.clear(row)
         return self.logits
+
+    def _may_begin(self) -> bool:
+        """Whether a step may begin before the host knows its tokens."""
+        return self.graph is not None and self._has_room()
+
+    def _has_room(self) -> bool:
+        """Whether the cache has room for one token more, and the model knows its position."""
+        layers = (layer for layer in self.cache.key_layers if layer.sliding_window is None)
+        return self.has_positions() and all(layer.capacity > layer.cumulative_length for layer in layers)
 
     def _settle(self) -> None:
         """Let cache and device hold what the host knows of the rows."""

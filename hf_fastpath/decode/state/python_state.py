@@ -184,7 +184,8 @@ class Walk:
                 self._visit(path, module)
 
     def _visit(self, path: str, module: nn.Module) -> None:
-        space = vars(module)
+        own = vars(module)
+        space = dict(own)  # another thread's call may take forwards out meanwhile
         held = [space[name] for name in ("_parameters", "_buffers")]
         tensors = [(name, self._of_module(tensor)) for each in held for name, tensor in each.items()]
         children = [(name, self._child(child)) for name, child in space["_modules"].items()]
@@ -194,7 +195,7 @@ class Walk:
         for name in names:
             if name not in compat.FORWARD_NOTES and not _is_our_method(space[name]):
                 self.values[f"{path}.{name}"] = self.frozen(space[name], f"{path}.{name}")
-        self._get(space, [name for name in names if name not in compat.FORWARD_NOTES], module)
+        self._get(own, [name for name in names if name not in compat.FORWARD_NOTES], module)
         for name, child in space["_modules"].items():
             if child is not None:
                 self._meet(f"{path}.{name}" if path else name, child)

@@ -85,7 +85,7 @@ class Watch:
             return
         for name in _HELD:
             self._held.items_of(space[name])
-        changing = (name for name in space if name in compat.FORWARD_NOTES or is_left_out(name))
+        changing = (name for name in list(space) if name in compat.FORWARD_NOTES or is_left_out(name))
         self._held.items_of(space, {*changing, *restless} - BOOKKEEPING)
 
     def holds(self) -> bool:
