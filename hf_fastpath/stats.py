@@ -90,6 +90,10 @@ class Stats:
             if what and what not in known and len(known) < MOST_DETAILS:
                 known.append(what)
 
+    def has_noted(self, code: str) -> bool:
+        """Whether a reason that names no module is counted already in the call that the thread is in."""
+        return (code, id(None)) in vars(self._noted).get("reasons", ())
+
     @property
     def made_here(self) -> int:
         """The tokens that this thread has counted so far."""

@@ -22,7 +22,11 @@ class Aside:
 
     Behind a forward over a cache of the user's own they stay out, because the next one is likely to be such a forward
     again: taking them out and putting them back takes 3 to 6 % of a forward of two layers. Only the gates are left
-    then, the forwards of the decoder and of the model, which bring them back for any other call.
+    then, the forwards of the decoder and of the model, which bring them back for any other call. They look at the
+    arguments of one forward, and let those of its kind pass.
+
+    Attributes:
+        known: of what kind the newest forward is that ran so; None if forwards are not out for such ones.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -31,6 +35,7 @@ class Aside:
         self._count = 0
         self._out: Out = [], []
         self._stay_out = False
+        self.known: tuple | None = None
         self._bytes: float | None = None  # of a module's weights, when they were first asked for
 
     @contextmanager
@@ -70,18 +75,23 @@ class Aside:
             if self._count == 0 and not self._stay_out:  # a call that has them out brings them back itself
                 self._out, self._stay_out = self._ledger.take_forwards_out(but_gates=True), True
 
+    def know(self, kind: tuple) -> None:
+        """Note of what kind a forward is that has ended, if it has let forwards stay out."""
+        with self._lock:
+            self.known = kind if self._stay_out else None
+
     def come_back(self) -> None:
         """Undo :meth:`stay_out`."""
         if not self._stay_out:
             return
         with self._lock:
             if self._stay_out:
-                self._stay_out = False
+                self._stay_out, self.known = False, None
                 self._put_back()
 
     def forget_other_threads(self) -> None:
         """Put the forwards back that threads of another process have taken out."""
-        self._lock, self._count, self._stay_out = threading.Lock(), 0, False
+        self._lock, self._count, self._stay_out, self.known = threading.Lock(), 0, False, None
         self._put_back()
 
     def _put_back(self) -> None:

@@ -217,6 +217,8 @@ def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if patch is None or torch.compiler.is_compiling():
         return type(self).forward(self, *args, **kwargs)
     state, texts = patch.state, patch.state.texts
+    if texts.by_stock:
+        return type(self).forward(self, *args, **kwargs)
     if not state.has_trained and torch.is_grad_enabled():
         state.has_trained = any(each.requires_grad for each in self.parameters())
     cache = cache_of(dict(zip(patch.argument_names, args[1:]), **kwargs) if len(args) > 1 else kwargs, None)
@@ -265,7 +267,8 @@ def _is_faster_by_stock(patch: ModulePatch, cache: Any, args: tuple, kwargs: dic
         return False
     if cache is not None and given.shape[1] == 1 and state.enabled and not state.stats.is_left_to_stock:
         length = cache.get_seq_length()
-        if not isinstance(length, int) or length > 0:  # the length of a static cache lies on the device
+        is_new = state.options.strict or not state.stats.has_noted("other_cache")
+        if is_new and not (isinstance(length, int) and length == 0):  # a static cache's length lies on the device
             state.fall_back(Cause("other_cache", class_name(cache)))
     return True
 

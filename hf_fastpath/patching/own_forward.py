@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -59,7 +60,18 @@ def forward_for(model: nn.Module) -> Callable[..., Any]:
         state: PatchState | None = vars(self).get(STATE_KEY)
         if state is None or not state.enabled or state.stats.is_left_to_stock:
             return type(self).forward(self, *args, **kwargs)
-        return call.run(self, state, args, kwargs)
+        if (kind := _kind_by_stock(state, args, kwargs)) is None:
+            return call.run(self, state, args, kwargs)
+        if state.aside.known != kind:
+            found = call.run(self, state, args, kwargs)
+            state.aside.know(kind)
+            return found
+        texts = state.texts
+        texts.by_stock = True
+        try:
+            return type(self).forward(self, *args, **kwargs)
+        finally:
+            texts.by_stock = False
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = original.__doc__
@@ -95,7 +107,6 @@ class _Calls:
         is_ours = cache is None or type(cache) is FastpathCache
         if not is_ours or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or _is_captured(ids):
             return type(model).forward(model, *args, **kwargs)
-        state.aside.come_back()
         if cache is None:
             return self._first(model, state, ids, named, args, kwargs)
         past = cache.get_seq_length()
@@ -112,6 +123,7 @@ class _Calls:
         if reason is None and _masks_states(cache, ids, named.get("attention_mask")):
             reason = Cause("unsupported_input", "attention_mask of a model without attention")
         if reason is None:
+            state.aside.come_back()
             mask, position_ids = named.get("attention_mask"), named.get("position_ids")
             found = state.own_loops.logits(state, model, NewTokens(ids, cache, mask, position_ids, past))
             if isinstance(found, torch.Tensor):
@@ -185,6 +197,7 @@ class _Calls:
             return None
         if mask is not None and (mask.shape != ids.shape or not (bool(mask.all()) or is_left_padding(mask))):
             return None
+        state.aside.come_back()
         return state.own_cache(model, len(ids))
 
     # ---- outputs --------------------------------------------------------------------------------------------------
@@ -202,6 +215,20 @@ class _Calls:
             return logits, cache
         assert self._output is not None, "it is learned before the first step"
         return self._output(logits=logits, **{self._cache_name: cache})
+
+
+def _kind_by_stock(state: PatchState, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+    """Return what tells forwards apart that all run stock code if one does: over a cache of the user's own, which is
+    counted already, or over none. None if the arguments have to be looked at."""
+    cache = compat.cache_of(kwargs, None)
+    if len(args) > 1 or state.is_compared or type(cache) is FastpathCache or compat.is_offloading(cache):
+        return None
+    if cache is not None:
+        if state.options.strict or not state.stats.has_noted("other_cache"):
+            return None
+    elif kwargs.get("use_cache") is not False or any(name.startswith("output_") for name in kwargs):
+        return None
+    return get_ident(), len(args), type(cache), *kwargs
 
 
 def _is_few(ids: torch.Tensor) -> bool:

@@ -139,7 +139,7 @@ def test_behind_forwards_over_a_cache_of_the_users_own_they_stay_out(pair):
         assert torch.equal(found, expected)
         ids = expected[:, -1:].argmax(-1)
         assert bound(ours) == ["", "model"]
-    assert frames(lambda: ours(ids, past_key_values=caches[1])) == 2, "the decoder's forward and what it decides by"
+    assert frames(lambda: ours(ids, past_key_values=caches[1])) == 1, "the decoder's forward lets its kind pass"
     assert bound(copy.deepcopy(ours)) == before == bound(ours)
     ours.generate(prompt(CPU), max_new_tokens=4)
     looked = state_of(ours).plans.snapshot
@@ -162,6 +162,44 @@ def test_behind_forwards_over_a_cache_of_the_users_own_they_stay_out(pair):
     ours(ids, past_key_values=caches[1])
     hf_fastpath.unpatch(ours)
     assert not bound(ours)
+
+
+@torch.no_grad()
+def test_forwards_of_another_kind_do_not_pass(pair):
+    """One over our cache, one that is to give more, one with gradients, one of another thread, one that is compared."""
+    stock, ours = pair
+    ids = prompt(CPU)
+    cache = DynamicCache(config=ours.config)
+    for _ in range(3):
+        ours(ids[:, :1], past_key_values=cache)
+    assert state_of(ours).aside.known is not None
+    found, expected = ours(ids, use_cache=True), stock(ids, use_cache=True)
+    assert isinstance(found.past_key_values, hf_fastpath.FastpathCache) and state_of(ours).aside.known is None
+    torch.testing.assert_close(found.logits, expected.logits)
+    step = ours(ids[:, :1], past_key_values=found.past_key_values).logits
+    torch.testing.assert_close(step, stock(ids[:, :1], past_key_values=expected.past_key_values).logits)
+    for _ in range(3):
+        ours(ids, use_cache=False)
+    assert state_of(ours).aside.known is not None
+    with counting(ours) as counts:
+        other = threading.Thread(target=torch.no_grad()(lambda: ours(ids[:, :1], past_key_values=cache)))
+        other.start()
+        other.join()
+    assert counts.reasons == {"other_cache": 1}
+    assert ours(ids, use_cache=False, output_hidden_states=True).hidden_states
+    for _ in range(3):
+        ours(ids, use_cache=False)
+    assert hf_fastpath.verify(ours, ids).ok
+
+
+@torch.no_grad()
+def test_strict_raises_at_every_forward(pair):
+    strict = hf_fastpath.patch(copy.deepcopy(pair[0]), quiet=True, strict=True)
+    cache = DynamicCache(config=strict.config)
+    strict(prompt(CPU), past_key_values=cache)
+    for _ in range(3):
+        with pytest.raises(hf_fastpath.FallbackError, match="other_cache"):
+            strict(prompt(CPU)[:, :1], past_key_values=cache)
 
 
 @torch.no_grad()
