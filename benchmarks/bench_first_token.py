@@ -4,11 +4,13 @@
     python benchmarks/bench_first_token.py --types glm4 lfm2 --sizes 8x1024 --prompts 1 128 1024 --dtype bf16
     python benchmarks/bench_first_token.py --device cuda --csv --sizes 32x4096
     python benchmarks/bench_first_token.py --device cuda --csv --types listed recorded --sizes 16x1024 --dtype bf16
+    python benchmarks/bench_first_token.py --device cuda --csv --sizes 32x4096 --dtype bf16 --types llama --new-lengths
 
 "listed" stands for all types that have an architecture file, "recorded" for those of RECORDED. A size is layers x
 features; the weights are random. "speed" is stock's median by ours, of calls that take turns. "patch" is ``patch()``,
 "first" the first call behind it and "second" the second, in which a prompt of a recorded model is recorded. "by" says
-what reads prompts behind these: a list of calls, or the model's modules.
+what reads prompts behind these: a list of calls, or the model's modules. With ``--new-lengths`` no two prompts that are
+timed are equally long, as in a conversation: each is a token shorter than the one before.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def model_of(name: str, layers: int, width: int, dtype: torch.dtype, device: tor
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def rows_of(name: str, size: str, lengths: Sequence[int], rounds: int, dtype: str, device: torch.device) -> list[dict]:
+def rows_of(
+    name: str, size: str, lengths: Sequence[int], rounds: int, dtype: str, device: torch.device, are_new: bool = False
+) -> list[dict]:
     layers, width = map(int, size.split("x"))
     stock = model_of(name, layers, width, measure.DTYPES[dtype], device)
     ours = copy.deepcopy(stock)
@@ -95,16 +99,20 @@ def rows_of(name: str, size: str, lengths: Sequence[int], rounds: int, dtype: st
                 seen.clear()
                 call(model, ids)
             by, times = "list" if seen else "modules", {"stock": [], "ours": []}
+            shorter = 0
             for _ in range(rounds):
-                times["stock"].append(measure.milliseconds(lambda: call(stock, ids)))  # noqa: B023
-                times["ours"].append(measure.milliseconds(lambda: call(ours, ids)))  # noqa: B023
+                for who, model in (("stock", stock), ("ours", ours)):
+                    shorter += are_new
+                    text = ids[:, : max(1, length - shorter)]
+                    times[who].append(measure.milliseconds(lambda: call(model, text)))  # noqa: B023
             median = {who: statistics.median(found) for who, found in times.items()}
             facts = {"type": name, "size": size, "dtype": dtype, "prompt": length, "by": by}
             facts |= {f"{who}_ms": round(found, 3) for who, found in median.items()}
             made.append(facts | {"speed": round(median["stock"] / median["ours"], 3)})
     finally:
         prompts.read = read
-    return [row | {what: round(found, 1) for what, found in once.items()} for row in made]
+    last = {what: round(found, 1) for what, found in once.items()} | {"lengths": "new" if are_new else "same"}
+    return [row | last for row in made]
 
 
 def text_of(rows: list[dict]) -> str:
@@ -124,8 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", default=["32x64"])
     parser.add_argument("--prompts", nargs="+", type=int, default=[1, 16, 128, 1024])
     parser.add_argument("--dtype", choices=measure.DTYPES, default="fp32")
+    parser.add_argument("--new-lengths", action="store_true", help="no two prompts are equally long")
     given = parser.parse_args(argv)
-    others = given.prompts, given.rounds, given.dtype, torch.device(given.device)
+    others = given.prompts, given.rounds, given.dtype, torch.device(given.device), given.new_lengths
     types = [name for each in given.types for name in GROUPS.get(each, [each])]
     groups = (rows_of(name, size, *others) for size in given.sizes for name in types)
     measure.print_groups(groups, text_of, given, "first_token")

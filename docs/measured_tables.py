@@ -29,7 +29,8 @@ FIRST_TOKEN_SIZE, FIRST_TOKEN_PROMPTS = "16x1024", (1, 16, 128, 1024)
 
 def first_tokens() -> str:
     """Return a table of the speed of a first token, stock's time by ours: a type a line."""
-    rows = [row for row in rows_of(DATA / "first_token_h200.csv") if row["size"] == FIRST_TOKEN_SIZE]
+    found = rows_of(DATA / "first_token_h200.csv")
+    rows = [row for row in found if row["size"] == FIRST_TOKEN_SIZE and row["lengths"] == "same"]
     newest = {(row["type"], int(row["prompt"])): row for row in rows}
     by_type: dict[str, dict[int, dict[str, str]]] = {}
     for (name, length), row in newest.items():

@@ -137,7 +137,8 @@ def test_the_table():
         assert attend.route_of(rows, 5, is_plain=True, cuts=False, fits=True, hopper=True) == "append"
         assert attend.route_of(rows, 5, is_plain=True, cuts=False, fits=False, hopper=True) == "sdpa"
         assert attend.route_of(rows, 5, is_plain=False, cuts=True, fits=False, hopper=True) == "masked"
-        assert attend.route_of(rows, 0, is_plain=True, cuts=False, fits=True, hopper=True) == "sdpa"
+        assert attend.route_of(rows, 0, is_plain=True, cuts=False, fits=True, hopper=True) == "append"
+        assert attend.route_of(rows, 0, is_plain=True, cuts=False, fits=True, hopper=False) == "sdpa"
     assert attend.route_of(64, 5, is_plain=True, cuts=False, fits=True, hopper=False) == "append"
     assert attend.route_of(65, 5, is_plain=True, cuts=False, fits=True, hopper=False) == "flash"
 
