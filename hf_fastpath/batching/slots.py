@@ -142,6 +142,7 @@ class Slots:
             ahead: the newest tokens of the slots, which the call has not taken and its cache does not get; no more than
                 RING_SLACK if a layer has a window.
         """
+        self.plan.step_back()
         if target is not None:
             held = self.plan.lengths[rows[0]]
             length = held - ahead
@@ -179,6 +180,7 @@ class Slots:
         cache.expect(self._expected)
         texts = {}
         if self.taken:
+            self.plan.step_back()
             texts = {place: self.plan.text_at(slot) for slot, place in places.items()}
             longest = self.plan.longest
             self.plan.end()  # it holds the buffers, of which one layer after the other is given up
@@ -200,6 +202,7 @@ class Slots:
 
     def end(self) -> None:
         """Let go of plan and cache."""
+        self.plan.step_back()
         self.plan.end()
 
 

@@ -39,6 +39,7 @@ class RowsPlan(DecodePlan):
         self.chosen = self.tokens[:, 0].tolist()
         self._is_stale = True  # the device counts other lengths and positions than the host
         self._is_ahead = False  # the device is at the next step, of the tokens that it has chosen itself
+        self._begun_on: torch.cuda.Stream | None = None  # where it is, or was, at such a step
         self._holds_chosen = True  # the device has the newest tokens that the host knows, or has read these since
 
     def seat(self, row: int, length: int, position: int, start: int = 0) -> None:
@@ -77,6 +78,7 @@ class RowsPlan(DecodePlan):
 
     def step_back(self) -> None:
         """Do not use a step that has begun already: rows, weights or memory are others than it knows."""
+        self._wait_for_begun()
         if self._is_ahead:
             self._is_ahead, self._is_stale, self._holds_chosen = False, True, False
 
@@ -91,6 +93,7 @@ class RowsPlan(DecodePlan):
         Returns:
             [batch, vocab_size] logits, valid until the next step. If that has begun, they may be its own.
         """
+        self._wait_for_begun()
         if self._is_stale:
             self.step_back()
         given = [token if token is not None else old for token, old in zip(tokens, self.chosen)]
@@ -107,6 +110,7 @@ class RowsPlan(DecodePlan):
         chosen = OnItsWay(self.tokens[:, 0])
         is_ahead = goes_on and self._may_begin()
         if is_ahead:
+            self._begun_on = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
             self.step()
         self.chosen = chosen.wait()[0].tolist()
         self._is_stale, self._is_ahead, self._holds_chosen = False, is_ahead, True
@@ -119,6 +123,14 @@ class RowsPlan(DecodePlan):
             if not self._is_taken[row] and self.lengths[row] >= min(_IDLE_TOKENS, self.longest):
                 self.clear(row)
         return self.logits
+
+    def _wait_for_begun(self) -> None:
+        """Let what this thread starts wait for a step that another thread has begun on its own stream."""
+        if self._begun_on is not None:
+            current = torch.cuda.current_stream(self.device)
+            if current != self._begun_on:
+                current.wait_stream(self._begun_on)
+            self._begun_on = None
 
     def _may_begin(self) -> bool:
         """Whether a step may begin before the host knows its tokens."""
