@@ -17,9 +17,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from stub_compilers import stub
+from stub_compilers import compiled, stub
 
-from hf_fastpath.native import build, build_cache, loader, old_glibc, ptxas_report, toolchain
+from hf_fastpath.native import build, build_cache, kernel_check, loader, old_glibc, ptxas_report, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -246,6 +246,45 @@ def test_ptxas_report_names_new_spills_once(tmp_path):
     assert ptxas_report.write_ptxas_report(tmp_path, table) == []
     (tmp_path / "gemv_gemv.cu.o.ptxas").write_text(PTXAS.replace("12 bytes spill", "40 bytes spill"))
     assert len(ptxas_report.write_ptxas_report(tmp_path, table)) == 1
+
+
+def test_only_changed_kernels_are_compiled_for_the_report(monkeypatch, tmp_path):
+    """A header counts for those that include it; another compiler, and a table that is gone, for all."""
+    csrc, table = tmp_path / "csrc", tmp_path / "csrc" / "report.csv"
+    for name, content in {
+        "common/shared.cuh": "// 1",
+        "one/one.cu": '#include "common/shared.cuh"',
+        "two/two.cu": "// 2",
+        "two/two_cuda.cpp": "// no kernels",
+    }.items():
+        (csrc / name).parent.mkdir(parents=True, exist_ok=True)
+        (csrc / name).write_text(content)
+    monkeypatch.setattr(build, "source_dir", lambda: csrc)
+    monkeypatch.setattr(build.generated, "update", lambda folder: None)
+    says = f"cat >&2 <<'END'\n{PTXAS}END"
+    nvcc = stub(tmp_path / "cuda" / "bin", name="nvcc", script=says)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("CXX", str(stub(tmp_path / "bin")))
+
+    def check() -> tuple[list[str], list[str]]:
+        spills = kernel_check.check_kernels(["80", "90a"], table, progress=None)
+        return [Path(each).name for each in sorted(compiled(nvcc))], spills
+
+    names, spills = check()
+    assert names == ["one.cu", "two.cu"] and len(spills) == 2 and all("second" in each for each in spills)
+    first = table.read_text()
+    assert check() == ([], []) and table.read_text() == first
+    (csrc / "common" / "shared.cuh").write_text("// another")
+    assert check() == (["one.cu"], []) and table.read_text() == first
+    stub(tmp_path / "cuda" / "bin", name="nvcc", script=says.replace("12 bytes spill", "40 bytes spill"))
+    (csrc / "two" / "two.cu").write_text("// another")
+    names, spills = check()
+    assert names == ["two.cu"] and len(spills) == 1 and "40 bytes" in spills[0]
+    monkeypatch.setattr(toolchain, "version", lambda tool: "another")
+    assert check()[0] == ["one.cu", "two.cu"]
+    table.unlink()
+    (tmp_path / "cache").rename(tmp_path / "old")
+    assert check()[0] == ["one.cu", "two.cu"]
 
 
 def test_libraries_for_several_architectures_are_compressed():

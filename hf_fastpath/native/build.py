@@ -35,7 +35,6 @@ from ..progress import counted
 from . import build_cache, generated, old_glibc, toolchain
 from .build_cache import description, locked, why_damaged
 from .compiler_output import first_error
-from .ptxas_report import write_ptxas_report
 from .toolchain import TARGETS, WHEEL_CUDA_ARCHS, BuildError, Toolchain, find_toolchain
 
 __all__ = ["TARGETS", "WHEEL_CUDA_ARCHS", "BuildError", "build", "cache_dir", "description", "locked", "why_damaged"]
@@ -151,7 +150,7 @@ class _Step:
     made: Path
 
 
-class _Plan:
+class Plan:
     """The work of ninja for one library."""
 
     def __init__(self, target: str, tools: Toolchain, archs: Sequence[str], flags: Sequence[str], objects: Path):
@@ -165,7 +164,7 @@ class _Plan:
             nvcc += [flag for flag in flags if flag.startswith("-D")]
             link = [*shlex.split(tools.nvcc), "-shared", "-cudart", "static"]
             link.append("-Xlinker=--exclude-libs=libcudart_static.a")
-            versions.append(toolchain.version(tools.nvcc))
+            versions.append(toolchain.version(tools.nvcc))  # the last one, and all that matters to kernels
         self.variables = {"cxx": [*shlex.split(tools.cxx), *cxx, *folders]}
         if tools.nvcc:
             self.variables["nvcc"] = [*shlex.split(tools.nvcc), *nvcc, f"-I{source_dir()}"]
@@ -177,7 +176,8 @@ class _Plan:
         for source in sources(target):
             rule = "nvcc" if source.suffix == ".cu" else "cxx"
             extra = next((flags for end, flags in feature_flags().items() if source.name.endswith(end)), "")
-            digest = hashlib.sha256(repr((rule, nvcc if rule == "nvcc" else cxx, extra, versions)).encode())
+            tool = (nvcc, extra, versions[-1:]) if rule == "nvcc" else (cxx, extra, versions)
+            digest = hashlib.sha256(repr((rule, *tool)).encode())
             for path, content in sorted(included(source).items()):
                 digest.update(repr((path.relative_to(source_dir().resolve()).as_posix(), content)).encode())
             made = objects / f"{source.parent.name}_{source.name}.{digest.hexdigest()[:24]}.o"
@@ -187,7 +187,7 @@ class _Plan:
         """Return the steps whose objects do not exist yet."""
         return [step for step in self.steps if not step.made.is_file()]
 
-    def ninja_text(self) -> str:
+    def ninja_text(self, links: bool = True) -> str:
         """Return ninja's input for the missing steps and the link. An object gets its name only when it is whole, so
         that a build which was broken off leaves no broken object."""
         lines = ["ninja_required_version = 1.5"]
@@ -202,10 +202,8 @@ class _Plan:
         for number, step in enumerate(self.missing()):
             lines.append(f"build {_escaped(step.made)}: {step.rule} {_escaped(step.source)}")
             lines.append(f"  extra = {step.extra}\n  scratch = {number}.o\n  name = {_name(step.source)}")
-        library = library_name(self.target)
-        lines.append(
-            f"build {library}: link {' '.join(_escaped(step.made) for step in self.steps)}\n  name = {library}"
-        )
+        made, name = " ".join(_escaped(step.made) for step in self.steps), library_name(self.target)
+        lines.append(f"build {name}: link {made}\n  name = {name}" if links else f"build all: phony {made}")
         return "\n".join(lines) + "\n"
 
 
@@ -284,10 +282,10 @@ def build(
         generated.update(source_dir())
         output_dir.mkdir(parents=True, exist_ok=True)
         with build_cache.workshop() as (work, objects):
-            plan = _Plan(target, tools, cuda_archs, flags, objects)
+            plan = Plan(target, tools, cuda_archs, flags, objects)
             if target == "cuda" and _travels(cuda_archs) and old_glibc.applies():
                 plan.variables["libraries"][:0] = old_glibc.stand_ins(tools.cxx, work)
-            library = _make(plan, work, jobs, what, progress)
+            library = run_plan(plan, work, jobs, what, progress)
             _install(plan, library, output_dir, cuda_archs)
     except OSError as error:
         raise BuildError(f"building the {what} kernels failed: {error}") from None
@@ -297,8 +295,10 @@ def build(
     return output_dir / library_name(target)
 
 
-def _make(plan: _Plan, work: Path, jobs: int, what: str, progress: Callable[[str], None] | None) -> Path:
-    """Run the plan in the folder ``work``; return the library there."""
+def run_plan(
+    plan: Plan, work: Path, jobs: int, what: str, progress: Callable[[str], None] | None, links: bool = True
+) -> Path:
+    """Run the plan in the folder ``work``; return the library there, if the plan links one."""
     missing, total = len(plan.missing()), len(plan.steps)
     for step in plan.steps:
         if step.made.is_file():
@@ -306,20 +306,20 @@ def _make(plan: _Plan, work: Path, jobs: int, what: str, progress: Callable[[str
     if progress is not None:
         count = f"{total} files" if missing == total else f"{missing} of {total} files, the others are there"
         progress(f"hf_fastpath: building the {what} kernels, {count} ...")
-    Path(work, "build.ninja").write_text(plan.ninja_text())
-    with counted(missing + 1, f"hf_fastpath: {what} kernels, files", quiet=progress is None) as bar:
+    Path(work, "build.ninja").write_text(plan.ninja_text(links))
+    with counted(missing + links, f"hf_fastpath: {what} kernels, files", quiet=progress is None) as bar:
         status, said = _run_ninja(work, jobs, lambda done: bar.update(done - bar.n))
     if status and missing < total and not plan.missing():
         for step in plan.steps:  # an old object does not link, perhaps because a disk was full or a machine crashed
             step.made.unlink(missing_ok=True)
-        return _make(plan, work, jobs, what, progress)
+        return run_plan(plan, work, jobs, what, progress, links)
     if status:
         log = build_cache.keep_log(f"build_{plan.target}", said)
         raise BuildError(f"building the {what} kernels failed: {first_error(said)} (the whole output: {log})")
     return work / library_name(plan.target)
 
 
-def _install(plan: _Plan, library: Path, output_dir: Path, cuda_archs: Sequence[str]) -> None:
+def _install(plan: Plan, library: Path, output_dir: Path, cuda_archs: Sequence[str]) -> None:
     """Put the library, its description and the compiler's reports into ``output_dir``."""
     target = plan.target
     info = {
@@ -332,15 +332,20 @@ def _install(plan: _Plan, library: Path, output_dir: Path, cuda_archs: Sequence[
     }
     for report in output_dir.glob("*.ptxas"):
         report.unlink()
-    for step in plan.steps:
-        report = step.made.with_name(f"{step.made.name}.ptxas")
-        if step.rule == "nvcc" and report.is_file():
-            shutil.copy(report, output_dir / f"{step.source.parent.name}_{step.source.name}.o.ptxas")
+    copy_reports(plan, output_dir)
     # A library without a description is never loaded, so an interrupt at any time leaves no wrong pair.
     note = build_cache.note_file(output_dir / library_name(target))
     note.unlink(missing_ok=True)
     build_cache.replace(output_dir / library_name(target), library.read_bytes())
     build_cache.replace(note, json.dumps(info, indent=1).encode())
+
+
+def copy_reports(plan: Plan, folder: Path) -> None:
+    """Copy the compiler's reports of the resources of kernels into a folder."""
+    for step in plan.steps:
+        report = step.made.with_name(f"{step.made.name}.ptxas")
+        if step.rule == "nvcc" and report.is_file():
+            shutil.copy(report, folder / f"{step.source.parent.name}_{step.source.name}.o.ptxas")
 
 
 def cache_dir(target: str, cuda_archs: Sequence[str] = ()) -> Path:
@@ -356,19 +361,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("targets", nargs="+", choices=TARGETS)
     parser.add_argument("--output", type=Path, default=LIBRARY_DIR, help="folder for the libraries")
     parser.add_argument("--cuda-arch", nargs="+", default=list(WHEEL_CUDA_ARCHS), help="e.g. 80 90a")
-    parser.add_argument("--ptxas-report", type=Path, help="CSV to write; exit 1 if a kernel spills more than it says")
+    parser.add_argument(
+        "--ptxas-report",
+        type=Path,
+        help="build nothing: renew this CSV of kernels; exit 1 if one spills more than it says",
+    )
     parser.add_argument("--flags", nargs="*", default=[], help="extra flags, e.g. -fsanitize=address")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.ptxas_report:
+            from .kernel_check import check_kernels
+
+            spills = check_kernels(arguments.cuda_arch, arguments.ptxas_report)
+            print("\n".join(f"new spill: {line}" for line in spills) or f"no new spills ({arguments.ptxas_report})")
+            return 1 if spills else 0
         for target in arguments.targets:
             build(target, arguments.output, arguments.cuda_arch, flags=arguments.flags)
     except BuildError as error:
         print(f"hf_fastpath: {error}", file=sys.stderr)
         return 1
-    if arguments.ptxas_report:
-        spills = write_ptxas_report(arguments.output, arguments.ptxas_report)
-        print("\n".join(f"new spill: {line}" for line in spills) or f"no new spills ({arguments.ptxas_report})")
-        return 1 if spills else 0
     return 0
 
 

@@ -6,6 +6,7 @@ import csv
 import re
 import shutil
 import subprocess
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 PTXAS_COLUMNS = ("source", "kernel", "arch", "registers", "spill_store_bytes", "spill_load_bytes", "smem_bytes")
@@ -35,8 +36,32 @@ def parse_ptxas(report: Path) -> list[dict[str, str]]:
     return rows
 
 
-def write_ptxas_report(directory: Path, path: Path) -> list[str]:
+def made_from(path: Path) -> dict[str, str]:
+    """Return source -> a hash of all that the rows of a table were made from; empty without a table."""
+    beside = _hashes(path)
+    if not (path.is_file() and beside.is_file()):
+        return {}
+    with beside.open(newline="") as handle:
+        return {row["source"]: row["made_from"] for row in csv.DictReader(handle)}
+
+
+def write_made_from(path: Path, hashes: Mapping[str, str]) -> None:
+    """Write what :func:`made_from` returns."""
+    lines = ["source,made_from", *(f"{source},{made}" for source, made in sorted(hashes.items()))]
+    _hashes(path).write_text("\n".join(lines) + "\n")
+
+
+def _hashes(path: Path) -> Path:
+    return path.with_name(f"{path.stem}_sources.csv")
+
+
+def write_ptxas_report(directory: Path, path: Path, unchanged: Collection[str] = ()) -> list[str]:
     """Write the resource table of a CUDA build, and compare its spills with the table that was there.
+
+    Args:
+        directory: holds the compiler's reports.
+        path: of the table.
+        unchanged: sources that were not compiled, whose rows stay.
 
     Returns:
         One line for every kernel that spills more than before; empty if no kernel does.
@@ -50,14 +75,16 @@ def write_ptxas_report(directory: Path, path: Path) -> list[str]:
         # enum template arguments lose their type
         name = re.sub(r"\([\w:]+\)(?=\d)", "", name.replace("(anonymous namespace)::", ""))
         row["kernel"] = re.sub(r"\(.*", "", name).replace("void ", "")
-    before = {}
+    table = []
     if path.is_file():
         with path.open(newline="") as handle:
-            before = {(row["kernel"], row["arch"]): int(row["spill_store_bytes"]) for row in csv.DictReader(handle)}
+            table = list(csv.DictReader(handle))
+    before = {(row["kernel"], row["arch"]): int(row["spill_store_bytes"]) for row in table}
     with path.open("w", newline="") as handle:
         writer = csv.DictWriter(handle, PTXAS_COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        kept = [row for row in table if row["source"] in unchanged]
+        writer.writerows(sorted(rows + kept, key=lambda row: row["source"]))
     return [
         f"{row['kernel']} (sm_{row['arch']}) spills {row['spill_store_bytes']} bytes"
         for row in rows
