@@ -44,7 +44,7 @@ class Ledger:
         #: (module, attribute, the value that the module's ``__dict__`` held before, or the mark of none)
         self._entries: list[tuple[nn.Module, str, Any]] = []
         self._forwards: list[_Forward] = []  # those of the entries that a forward can do without
-        self._gates: set[int] = set()  # ids of the modules whose forwards decide whether those inside step aside
+        self._gates: list[nn.Module] = []  # modules whose forwards decide whether those inside step aside
         self.replaced: list[Replaced] = []
         self.removed_hooks: list[RemovedHooks] = []
 
@@ -77,7 +77,7 @@ class Ledger:
         """
         self.put(module, name, MethodType(function, module))
         if is_gate:
-            self._gates.add(id(module))
+            self._gates.append(module)
 
     @property
     def num_forwards(self) -> int:
@@ -92,7 +92,7 @@ class Ledger:
         """
         out = []
         for module, previous, ours in self._forwards:
-            if but_gates and id(module) in self._gates:
+            if but_gates and any(each is module for each in self._gates):
                 continue
             contents = vars(module)
             held = contents.get("forward")
@@ -130,7 +130,7 @@ class Ledger:
 
     def undo(self) -> None:
         """Restore every attribute, the last one first, unless the user has set it to something else since."""
-        self._forwards = []
+        self._forwards, self._gates = [], []
         while self._entries:
             module, name, previous = self._entries[-1]
             if _is_ours(vars(module).get(name)):

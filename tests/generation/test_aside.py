@@ -140,7 +140,12 @@ def test_behind_forwards_over_a_cache_of_the_users_own_they_stay_out(pair):
         ids = expected[:, -1:].argmax(-1)
         assert bound(ours) == ["", "model"]
     assert frames(lambda: ours(ids, past_key_values=caches[1])) == 1, "the decoder's forward lets its kind pass"
-    assert bound(copy.deepcopy(ours)) == before == bound(ours)
+    copied = copy.deepcopy(ours)
+    assert bound(copied) == before == bound(ours)
+    copied(prompt(CPU), use_cache=False)
+    assert bound(copied) == ["", "model"]
+    copied(prompt(CPU), use_cache=True)
+    assert bound(copied) == before
     ours.generate(prompt(CPU), max_new_tokens=4)
     looked = state_of(ours).plans.snapshot
     for others in ({}, ASKS):
