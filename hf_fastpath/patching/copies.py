@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import compat
 from ..decode.loops.patched import STATE_KEY
+from .aside import Aside
 from .generation import LOOPS
 from .ledger import Ledger
 from .loops import install_loops
@@ -62,6 +63,7 @@ def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
 def _copy_into(made: PatchState, state: PatchState, memo: dict) -> None:
     """Fill the state of a deep copy of the model: its ledger names the copy's modules; plans and counts start empty."""
     made.ledger, made.lost = copy.deepcopy(state.ledger, memo), state.lost
+    made.aside = Aside(made.ledger)
     if state.decided is not None:
         made.decide(copy.deepcopy(state.decided, memo))
         install_loops(made, LOOPS)
