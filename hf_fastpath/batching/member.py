@@ -134,6 +134,8 @@ class Member:
         logits."""
         if not self.is_due or self.chooser is None or self.chooser.settings is not None:
             return False
+        if not all(self.unfinished):  # rows that have ended read what the host fills them up with
+            return False
         if self.scope is not None and self.scope.wants_logprobs:
             return False
         is_last = self.max_length is not None and self.length + 1 >= self.max_length

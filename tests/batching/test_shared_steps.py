@@ -162,6 +162,20 @@ def test_end_tokens_end_rows_at_different_times(device):
     assert all(ours.equal(expected) for ours, expected in zip(found, alone))
 
 
+def test_few_steps_begin_in_vain(device, monkeypatch):
+    """Where calls come and go, and where a row ends; but not at each step behind the end of one of a call's rows."""
+    model = sharing("llama", device)
+    calls = [*prompts(device)[:2], dict(input_ids=prompt(device, 3, 9))]
+    text = model.generate(**calls[2], **GREEDY)
+    calls[2] |= dict(eos_token_id=int(text[0, -20]), pad_token_id=0)
+    alone = [model.generate(**each, **GREEDY) for each in calls]
+    begun, step = [], RowsPlan.step
+    monkeypatch.setattr(RowsPlan, "step", lambda self, *given: begun.append(self) or step(self, *given))
+    found, steps = together(model, calls, **GREEDY)
+    assert all(ours.equal(expected) for ours, expected in zip(found, alone))
+    assert (alone[2][0] == 0).sum() > 8 and sum(steps.values()) < len(begun) <= sum(steps.values()) + 8
+
+
 def test_processors_criteria_scores_and_caches(device):
     """Each call has what only its own thread can do between tokens; the cache that it gives can be gone on with."""
     model = sharing("mistral", device)
