@@ -5,7 +5,8 @@
     python benchmarks/bench_fallbacks.py --models llama --sizes 32x4096 --dtype bf16 --device cuda --csv
 
 A size is layers x features. Each way to generate 24 tokens behind 16 runs in turns, stock and patched; "speed" is
-stock's time by ours, of the least of all rounds.
+stock's time by ours, of the least of all rounds. Both models are copies of one. "hook" and "LoRA" are ways with a hook
+on a layer's forward, and with an adapter on all projections.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Glm4Config, LlamaConfig
+
+try:
+    import peft
+except ImportError:
+    peft = None  # no rows of adapters then
 
 import hf_fastpath
 from hf_fastpath import compat
@@ -69,13 +75,46 @@ WAYS: dict[str, Callable[[Any, torch.Tensor, str], None]] = dict.fromkeys(OPTION
 WAYS |= {"own loop": own_loop, "own loop, DynamicCache": own_loop, "forward": forward}
 
 
+def hooked(model: Any) -> Any:
+    """Put a hook on the first layer that changes nothing."""
+    model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+def with_adapter(model: Any) -> Any:
+    """Put LoRA on all projections."""
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)).eval()
+
+
+#: what is done to both models -> the ways that run then
+VARIANTS: dict[str, tuple[Callable[[Any], Any], Sequence[str]]] = {
+    "": (lambda model: model, list(WAYS)),
+    "hook": (hooked, ["plain", "DynamicCache", "own loop, DynamicCache"]),
+}
+if peft is not None:
+    VARIANTS["LoRA"] = with_adapter, ["plain", "attentions", "DynamicCache", "own loop, DynamicCache"]
+
+
 def rows_of(name: str, size: str, rounds: int, dtype: str, device: torch.device) -> list[dict[str, object]]:
     layers, width = map(int, size.split("x"))
-    stock = model_of(name, layers, width, measure.DTYPES[dtype], device)
-    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    made = model_of(name, layers, width, measure.DTYPES[dtype], device)
     ids = torch.randint(3, 400, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
     rows = []
-    for way, run in WAYS.items():
+    for variant, (change, ways) in VARIANTS.items():
+        stock, ours = (change(copy.deepcopy(made)) for _ in range(2))
+        hf_fastpath.patch(ours, quiet=True)
+        for row in _rows_of(stock, ours, ids, ways, rounds):
+            way = f"{variant}, {row.pop('way')}" if variant else row.pop("way")
+            rows.append({"model": name, "size": size, "dtype": dtype, "way": way, **row})
+    return rows
+
+
+def _rows_of(stock: Any, ours: Any, ids: torch.Tensor, ways: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    device = ids.device
+    for way in ways:
+        run = WAYS[way]
         times: dict[str, list[float]] = {"stock": [], "ours": []}
         for turn in range(rounds + 2):
             for which, model in (("stock", stock), ("ours", ours)):
@@ -87,21 +126,12 @@ def rows_of(name: str, size: str, rounds: int, dtype: str, device: torch.device)
                     times[which].append((time.perf_counter() - started) * 1000)
         least = {which: min(each) for which, each in times.items()}
         found = {f"{which}_ms": round(each, 3) for which, each in least.items()}
-        rows.append(
-            {
-                "model": name,
-                "size": size,
-                "dtype": dtype,
-                "way": way,
-                **found,
-                "speed": round(least["stock"] / least["ours"], 3),
-            }
-        )
+        rows.append({"way": way, **found, "speed": round(least["stock"] / least["ours"], 3)})
     return rows
 
 
 def text_of(rows: list[dict]) -> str:
-    line = "{model:6} {size:7} {way:24} {stock_ms:9.2f} ms, ours {ours_ms:9.2f} ms: {speed:.2f}"
+    line = "{model:6} {size:7} {way:28} {stock_ms:9.2f} ms, ours {ours_ms:9.2f} ms: {speed:.2f}"
     return "\n".join(line.format(**row) for row in rows)
 
 
