@@ -290,9 +290,9 @@ def refused(monkeypatch):
     """Recorded steps of quantized layers are wrong."""
     difference = recorded_model.reason_against
 
-    def refuses(part, plans):
+    def refuses(part, *given):
         has_packed = any(map(is_packed, part.module.modules()))
-        return Cause("not_proven", "quantized layers", part.module) if has_packed else difference(part, plans)
+        return Cause("not_proven", "quantized layers", part.module) if has_packed else difference(part, *given)
 
     monkeypatch.setattr(recorded_model, "reason_against", refuses)
 
