@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from stub_compilers import compiled, stub
 
-from hf_fastpath.native import build, build_cache, kernel_check, loader, old_glibc, ptxas_report, toolchain
+from hf_fastpath.native import build, build_cache, loader, old_glibc, ptxas_report, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -267,7 +267,7 @@ def test_only_changed_kernels_are_compiled_for_the_report(monkeypatch, tmp_path)
     monkeypatch.setenv("CXX", str(stub(tmp_path / "bin")))
 
     def check() -> tuple[list[str], list[str]]:
-        spills = kernel_check.check_kernels(["80", "90a"], table, progress=None)
+        spills = build.check_kernels(["80", "90a"], table, progress=None)
         return [Path(each).name for each in sorted(compiled(nvcc))], spills
 
     names, spills = check()

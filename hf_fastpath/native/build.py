@@ -16,7 +16,6 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 import types
@@ -32,9 +31,10 @@ if not __package__:  # as a script: the package would import torch, and modules 
     sys.modules["hf_fastpath_recipe"].__path__ = [str(_folder.parent)]
 
 from ..progress import counted
-from . import build_cache, generated, old_glibc, toolchain
+from . import build_cache, generated, ninja, old_glibc, toolchain
 from .build_cache import description, locked, why_damaged
 from .compiler_output import first_error
+from .ptxas_report import made_from, write_made_from, write_ptxas_report
 from .toolchain import TARGETS, WHEEL_CUDA_ARCHS, BuildError, Toolchain, find_toolchain
 
 __all__ = ["TARGETS", "WHEEL_CUDA_ARCHS", "BuildError", "build", "cache_dir", "description", "locked", "why_damaged"]
@@ -215,34 +215,6 @@ def _escaped(path: Path) -> str:
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
-def _ninja() -> str:
-    path = shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    if path is None:
-        raise BuildError("ninja is not installed: pip install ninja")
-    return path
-
-
-def _run_ninja(folder: Path, jobs: int, advance: Callable[[int], None]) -> tuple[int, str]:
-    """Run ninja in ``folder``; return its exit status and output. However this ends, no compiler keeps running."""
-    command = [_ninja(), "-C", str(folder), "-j", str(jobs)]
-    environment = os.environ | {"NINJA_STATUS": "[%f/%t] "}
-    said = []
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    process = subprocess.Popen(command, env=environment, umask=0o077, **pipes)
-    try:
-        for line in process.stdout:
-            said.append(line)
-            if match := re.match(r"\[(\d+)/\d+\] ", line):
-                advance(int(match.group(1)))
-        return process.wait(), "".join(said)
-    except BaseException:
-        process.terminate()  # ninja ends its compilers and removes unfinished files
-        process.wait()
-        raise
-    finally:
-        process.stdout.close()
-
-
 def build(
     target: str,
     output_dir: Path,
@@ -275,7 +247,7 @@ def build(
     if reason := toolchain.unsupported_platform(target):
         raise BuildError(reason)
     tools, jobs = find_toolchain(target), toolchain.jobs(target)
-    _ninja()
+    ninja.path()
     started = time.monotonic()
     what = "CPU" if target == "cpu" else f"CUDA (sm_{', sm_'.join(cuda_archs)})"
     try:
@@ -295,6 +267,39 @@ def build(
     return output_dir / library_name(target)
 
 
+def check_kernels(cuda_archs: Sequence[str], table: Path, progress: Callable[[str], None] | None = print) -> list[str]:
+    """Compile the CUDA sources that have changed since a table of their kernels' resources was written, and renew the
+    table; without one, all sources are compiled. A source has changed if it, a file that it includes, the compiler or
+    its flags are others.
+
+    Args:
+        cuda_archs: compute capabilities without the dot.
+        table: as :func:`.ptxas_report.write_ptxas_report` writes it.
+        progress: as for :func:`build`.
+
+    Returns:
+        One line for every kernel that spills more than it did.
+
+    Raises:
+        BuildError: as of :func:`build`.
+    """
+    tools, jobs = find_toolchain("cuda"), toolchain.jobs("cuda")
+    generated.update(source_dir())
+    with build_cache.workshop() as (work, objects):
+        plan = Plan("cuda", tools, cuda_archs, (), objects)
+        plan.steps = [step for step in plan.steps if step.rule == "nvcc"]
+        hashes = {f"{step.source.parent.name}_{step.source.stem}": step.made.suffixes[-2][1:] for step in plan.steps}
+        known = made_from(table)
+        unchanged = {source for source, made in hashes.items() if known.get(source) == made}
+        plan.steps = [step for step, source in zip(plan.steps, hashes) if source not in unchanged]
+        if plan.steps:
+            run_plan(plan, work, jobs, f"changed CUDA (sm_{', sm_'.join(cuda_archs)})", progress, links=False)
+        copy_reports(plan, work)
+        spills = write_ptxas_report(work, table, unchanged)
+    write_made_from(table, hashes)
+    return spills
+
+
 def run_plan(
     plan: Plan, work: Path, jobs: int, what: str, progress: Callable[[str], None] | None, links: bool = True
 ) -> Path:
@@ -308,7 +313,7 @@ def run_plan(
         progress(f"hf_fastpath: building the {what} kernels, {count} ...")
     Path(work, "build.ninja").write_text(plan.ninja_text(links))
     with counted(missing + links, f"hf_fastpath: {what} kernels, files", quiet=progress is None) as bar:
-        status, said = _run_ninja(work, jobs, lambda done: bar.update(done - bar.n))
+        status, said = ninja.run(work, jobs, lambda done: bar.update(done - bar.n))
     if status and missing < total and not plan.missing():
         for step in plan.steps:  # an old object does not link, perhaps because a disk was full or a machine crashed
             step.made.unlink(missing_ok=True)
@@ -370,8 +375,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.ptxas_report:
-            from .kernel_check import check_kernels
-
             spills = check_kernels(arguments.cuda_arch, arguments.ptxas_report)
             print("\n".join(f"new spill: {line}" for line in spills) or f"no new spills ({arguments.ptxas_report})")
             return 1 if spills else 0
