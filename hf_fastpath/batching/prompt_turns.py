@@ -91,12 +91,10 @@ class SharedTurns:
     def chunk_size(self, device: torch.device, batch: int, length: int) -> int | None:
         """See ``decode.loops.prompt_turns.PromptTurns``."""
         with self._sharing.lock:
-            step_s, token_s = self._step_s, min(self._token_s.get(device.type, ()), default=None)
-            if not self._rows():
+            step_s, token_s = self._step_s, self._seconds_of_token(device)
+            if not self._rows() or self._is_short(device, batch * length):
                 return None
-        least = LEAST.get(device.type, LEAST["cuda"])
-        if _is_short(batch * length, least, step_s, token_s):
-            return None
+        least = _least(device)
         if step_s is None or token_s is None:
             size = _UNKNOWN * least
         else:
@@ -134,9 +132,8 @@ class SharedTurns:
         they can. Where rows stand still for a short prompt, the next one waits as long as any chunk, but for no step.
         """
         with self._sharing.lock:
-            least, now = LEAST.get(device.type, LEAST["cuda"]), time.perf_counter()
-            is_short = _is_short(count, least, self._step_s, min(self._token_s.get(device.type, ()), default=None))
-            stops_steps = is_first and is_short and device.type != "cpu"
+            now = time.perf_counter()
+            stops_steps = is_first and device.type != "cpu" and self._is_short(device, count)
             latest = max(now, self._not_before) + _MOST_STEPS * (self._step_s or 0.0)
             while (stops_steps or not is_first) and now < latest and self._rows():
                 has_stepped = stops_steps or self.steps != self._steps_before or not self._goes_on()
@@ -153,12 +150,22 @@ class SharedTurns:
 
     def _note_chunk(self, device: torch.device, count: int, seconds: float, steps_before: int) -> None:
         with self._sharing.lock:
-            if count >= LEAST.get(device.type, LEAST["cuda"]):  # shorter ones take as long
+            if count >= _least(device):  # shorter ones take as long
                 self._token_s.setdefault(device.type, deque(maxlen=_CHUNKS)).append(seconds / count)
             kept = (self.steps - steps_before) * (self._step_s or 0.0) / seconds
             share = min(1.0, self._rows() / max(1, self.calls)) * max(0.0, 1 - 2 * kept)
             self._not_before = time.perf_counter() + share * seconds
             self._steps_before = self.steps if share else -1
+
+    def _seconds_of_token(self, device: torch.device) -> float | None:
+        """Return how long a token of a prompt takes, if that is known."""
+        return min(self._token_s.get(device.type, ()), default=None)
+
+    def _is_short(self, device: torch.device, count: int) -> bool:
+        """Whether a prompt of so many tokens is read at once. The caller holds the lock."""
+        step_s, token_s = self._step_s, self._seconds_of_token(device)
+        takes_few_steps = step_s is not None and token_s is not None and count * token_s <= SHORT * step_s
+        return takes_few_steps or count < 2 * _least(device)
 
     def _rows(self) -> int:
         """Return how many rows go on with their texts: those of members, and calls that are about to join."""
@@ -187,10 +194,8 @@ class SharedTurns:
         self._changed.notify_all()
 
 
-def _is_short(count: int, least: int, step_s: float | None, token_s: float | None) -> bool:
-    """Whether a prompt of so many tokens is read at once."""
-    takes_few_steps = step_s is not None and token_s is not None and count * token_s <= SHORT * step_s
-    return takes_few_steps or count < 2 * least
+def _least(device: torch.device) -> int:
+    return LEAST.get(device.type, LEAST["cuda"])
 
 
 def _takes_all_cores(device: torch.device) -> bool:

@@ -150,7 +150,7 @@ class _Step:
     made: Path
 
 
-class Plan:
+class _Plan:
     """The work of ninja for one library."""
 
     def __init__(self, target: str, tools: Toolchain, archs: Sequence[str], flags: Sequence[str], objects: Path):
@@ -254,10 +254,10 @@ def build(
         generated.update(source_dir())
         output_dir.mkdir(parents=True, exist_ok=True)
         with build_cache.workshop() as (work, objects):
-            plan = Plan(target, tools, cuda_archs, flags, objects)
+            plan = _Plan(target, tools, cuda_archs, flags, objects)
             if target == "cuda" and _travels(cuda_archs) and old_glibc.applies():
                 plan.variables["libraries"][:0] = old_glibc.stand_ins(tools.cxx, work)
-            library = run_plan(plan, work, jobs, what, progress)
+            library = _make(plan, work, jobs, what, progress)
             _install(plan, library, output_dir, cuda_archs)
     except OSError as error:
         raise BuildError(f"building the {what} kernels failed: {error}") from None
@@ -286,22 +286,22 @@ def check_kernels(cuda_archs: Sequence[str], table: Path, progress: Callable[[st
     tools, jobs = find_toolchain("cuda"), toolchain.jobs("cuda")
     generated.update(source_dir())
     with build_cache.workshop() as (work, objects):
-        plan = Plan("cuda", tools, cuda_archs, (), objects)
+        plan = _Plan("cuda", tools, cuda_archs, (), objects)
         plan.steps = [step for step in plan.steps if step.rule == "nvcc"]
         hashes = {f"{step.source.parent.name}_{step.source.stem}": step.made.suffixes[-2][1:] for step in plan.steps}
         known = made_from(table)
         unchanged = {source for source, made in hashes.items() if known.get(source) == made}
         plan.steps = [step for step, source in zip(plan.steps, hashes) if source not in unchanged]
         if plan.steps:
-            run_plan(plan, work, jobs, f"changed CUDA (sm_{', sm_'.join(cuda_archs)})", progress, links=False)
-        copy_reports(plan, work)
+            _make(plan, work, jobs, f"changed CUDA (sm_{', sm_'.join(cuda_archs)})", progress, links=False)
+        _copy_reports(plan, work)
         spills = write_ptxas_report(work, table, unchanged)
     write_made_from(table, hashes)
     return spills
 
 
-def run_plan(
-    plan: Plan, work: Path, jobs: int, what: str, progress: Callable[[str], None] | None, links: bool = True
+def _make(
+    plan: _Plan, work: Path, jobs: int, what: str, progress: Callable[[str], None] | None, links: bool = True
 ) -> Path:
     """Run the plan in the folder ``work``; return the library there, if the plan links one."""
     missing, total = len(plan.missing()), len(plan.steps)
@@ -317,14 +317,14 @@ def run_plan(
     if status and missing < total and not plan.missing():
         for step in plan.steps:  # an old object does not link, perhaps because a disk was full or a machine crashed
             step.made.unlink(missing_ok=True)
-        return run_plan(plan, work, jobs, what, progress, links)
+        return _make(plan, work, jobs, what, progress, links)
     if status:
         log = build_cache.keep_log(f"build_{plan.target}", said)
         raise BuildError(f"building the {what} kernels failed: {first_error(said)} (the whole output: {log})")
     return work / library_name(plan.target)
 
 
-def _install(plan: Plan, library: Path, output_dir: Path, cuda_archs: Sequence[str]) -> None:
+def _install(plan: _Plan, library: Path, output_dir: Path, cuda_archs: Sequence[str]) -> None:
     """Put the library, its description and the compiler's reports into ``output_dir``."""
     target = plan.target
     info = {
@@ -337,7 +337,7 @@ def _install(plan: Plan, library: Path, output_dir: Path, cuda_archs: Sequence[s
     }
     for report in output_dir.glob("*.ptxas"):
         report.unlink()
-    copy_reports(plan, output_dir)
+    _copy_reports(plan, output_dir)
     # A library without a description is never loaded, so an interrupt at any time leaves no wrong pair.
     note = build_cache.note_file(output_dir / library_name(target))
     note.unlink(missing_ok=True)
@@ -345,7 +345,7 @@ def _install(plan: Plan, library: Path, output_dir: Path, cuda_archs: Sequence[s
     build_cache.replace(note, json.dumps(info, indent=1).encode())
 
 
-def copy_reports(plan: Plan, folder: Path) -> None:
+def _copy_reports(plan: _Plan, folder: Path) -> None:
     """Copy the compiler's reports of the resources of kernels into a folder."""
     for step in plan.steps:
         report = step.made.with_name(f"{step.made.name}.ptxas")

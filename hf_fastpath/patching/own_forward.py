@@ -221,7 +221,7 @@ def _kind_by_stock(state: PatchState, args: tuple, kwargs: dict[str, Any]) -> tu
     """Return what tells forwards apart that all run stock code if one does: over a cache of the user's own, which is
     counted already, or over none. None if the arguments have to be looked at."""
     cache = compat.cache_of(kwargs, None)
-    if len(args) > 1 or state.is_compared or type(cache) is FastpathCache or compat.is_offloading(cache):
+    if len(args) > 1 or state.is_compared or isinstance(cache, FastpathCache) or compat.is_offloading(cache):
         return None
     if cache is not None:
         if state.options.strict or not state.stats.has_noted("other_cache"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -169,22 +170,12 @@ def _ratio(found: torch.Tensor, stock: torch.Tensor) -> float:
 def difference(part: Any, plans: PlanCache) -> float:
     """Return mean|ours - stock| of logits over mean|stock|, of random tokens and, if the model has an encoder, behind a
     random output of it."""
-    trial, found, read = _Trial(part), [], None
+    trial = _Trial(part)
     with torch.no_grad():
         cache, whole = trial.caches()
         trial.stock(0, trial.prompt, whole)
         stock_cache = copy.deepcopy(whole)
-        plan = plans.plan_of(part, 1, cache)
-        try:
-            if trial.output is not None:
-                read = Encoded.of(whole, Seen.all_of(trial.output.shape[1], 1, trial.device))
-            plan.begin(cache, torch.tensor([trial.prompt], device=trial.device), None, encoded=read)
-            for place in range(trial.prompt, trial.prompt + trial.steps):
-                ours = plan.step(trial.tokens[:, place]).float()
-                found.append(_ratio(ours, trial.stock(place, place + 1, stock_cache)[:, -1]))
-        finally:
-            plan.end()
-    return trial.mean_of(found)
+        return _of_steps(trial, plans, cache, whole, lambda at: trial.stock(at, at + 1, stock_cache)[:, -1])
 
 
 def _difference_at_once(part: Any, plans: PlanCache) -> float | None:
@@ -198,20 +189,36 @@ def _difference_at_once(part: Any, plans: PlanCache) -> float | None:
         cache, whole = trial.caches()
         if cache is not whole or cache.state_layers:
             return None
-        stock = trial.stock(0, trial.prompt + trial.steps, whole)[0]
-        if len(stock) != trial.prompt + trial.steps:
+        stock = trial.stock(0, trial.prompt + trial.steps, whole)
+        if stock.shape[1] != trial.prompt + trial.steps:
             return None
         try:
             cache.crop(-trial.steps)
         except RuntimeError:  # a window has moved on
             return None
-        plan, found = plans.plan_of(part, 1, cache), []
-        try:
-            plan.begin(cache, torch.tensor([trial.prompt], device=trial.device), None, encoded=None)
-            for place in range(trial.prompt, trial.prompt + trial.steps):
-                found.append(_ratio(plan.step(trial.tokens[:, place]).float(), stock[place][None]))
-        finally:
-            plan.end()
+        return _of_steps(trial, plans, cache, whole, lambda at: stock[:, at])
+
+
+def _of_steps(
+    trial: _Trial, plans: PlanCache, cache: FastpathCache, whole: Any, stock_at: Callable[[int], torch.Tensor]
+) -> float:
+    """Return by how much the logits of a plan's steps differ from stock's.
+
+    Args:
+        cache, whole: see :meth:`_Trial.caches`; they hold the prompt.
+        stock_at: gives stock's logits behind the token at a place, [1, vocab_size].
+    """
+    found, read = [], None
+    plan = plans.plan_of(trial.part, 1, cache)
+    try:
+        if trial.output is not None:
+            read = Encoded.of(whole, Seen.all_of(trial.output.shape[1], 1, trial.device))
+        plan.begin(cache, torch.tensor([trial.prompt], device=trial.device), None, encoded=read)
+        for place in range(trial.prompt, trial.prompt + trial.steps):
+            ours = plan.step(trial.tokens[:, place]).float()
+            found.append(_ratio(ours, stock_at(place)))
+    finally:
+        plan.end()
     return trial.mean_of(found)
 
 

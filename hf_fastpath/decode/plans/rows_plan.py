@@ -94,10 +94,8 @@ class RowsPlan(DecodePlan):
             [batch, vocab_size] logits, valid until the next step. If that has begun, they may be its own.
         """
         self._wait_for_begun()
-        if self._is_stale:
-            self.step_back()
         given = [token if token is not None else old for token, old in zip(tokens, self.chosen)]
-        if given != self.chosen:
+        if self._is_stale or given != self.chosen:
             self.step_back()
         if given != self.chosen or not self._holds_chosen:
             self.tokens.copy_(torch.tensor(given, device="cpu")[:, None])
