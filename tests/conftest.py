@@ -40,6 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--record-golden records what --full compares: give both")
     if config.getoption("--record-golden") and config.getoption("numprocesses", None):
         raise pytest.UsageError("--record-golden writes one file at the end of one process: make it JOBS=0")
+    required = [name.strip() for name in os.environ.get("HF_FASTPATH_REQUIRE_NATIVE", "").split(",") if name.strip()]
+    if unknown := sorted(set(required) - set(build.TARGETS)):
+        raise pytest.UsageError(f"HF_FASTPATH_REQUIRE_NATIVE names {unknown}, known: {', '.join(build.TARGETS)}")
+    status = loader.status()
+    if missing := [f"{name}: {status[name]}" for name in required if not status[name].native]:
+        raise pytest.UsageError(f"HF_FASTPATH_REQUIRE_NATIVE asks for kernels that are not there: {'; '.join(missing)}")
 
 
 #: files with tests that take longest, which go first, so that no process waits for them at the end
