@@ -123,9 +123,12 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
     wrapped = tuple(place for place, layer in enumerate(layers) if _wraps(layer, query_len))
     how = at_once, min(rows, MAX_WGMMA_ROWS + 1), batch, starts is not None, *memory, wrapped
     length = short_prompts.length_of(part, prompt, past)
-    short = programs.pop((of_short := (id(form), batch, length, *memory)), short_prompts.Asked()) if length else None
+    short = None
+    if length is not None and (short := programs.pop((of_short := (id(form), batch, length, *memory)), None)) is None:
+        of_length = functools.partial(_program_of, part, form, batch, length, memory)
+        short = short_prompts.reader_of(part, prompt, layers, length, of_length)
     if isinstance(short, short_prompts.ShortPrompts):
-        logits = short.run(prompt)
+        logits = short.read(prompt)
         short.store(cache, query_len)
     else:
         program = programs.pop((key := (id(form), *how)), None) or PromptProgram(part, form, *how)
@@ -134,9 +137,6 @@ def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[
             angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
         logits = program.run(prompt, past, lengths, starts, cache, angles)
         programs[key] = program
-    if length is not None and isinstance(short, short_prompts.Asked):
-        of_length = functools.partial(_program_of, part, form, batch, length, memory)
-        short = short_prompts.after(short, part, prompt, layers, length, of_length)
     if short is not None:
         programs[of_short] = short
         short_prompts.forget_oldest(programs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ _OF_LAUNCHES = 70e9
 MOST_BYTES = 128 << 20
 #: the same of all graphs of a model together
 ALL_BYTES = 256 << 20
-#: which prompt of a length is captured; a capture takes as long as reading a few prompts
-FIRST_CAPTURED = 2
+#: with which prompt of a length its calls are captured; a capture takes as long as reading a few prompts
+CAPTURED_WITH = 2
 #: arguments that say how large a tensor is, or where it ends
 _OF_SHAPES = frozenset({"size", "shape", "repeats", "end", "length"})
 
@@ -82,17 +82,8 @@ def _is_thin(part: StepSource, rows: int) -> bool:
     return found * rows <= _OF_LAUNCHES * len(part.layers)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Prompts of a length that no graph reads.
-
-    Attributes:
-        count: how many have come.
-        is_declined: no graph will read them.
-    """
-
-    count: int = 0
-    is_declined: bool = False
+class SingleCalls:
+    """Stands for a reader where single calls read prompts of a length as they come."""
 
 
 class Unfit(Exception):
@@ -100,7 +91,8 @@ class Unfit(Exception):
 
 
 class ShortPrompts:
-    """A graph that reads prompts of up to ``length`` tokens that begin their texts, without padding.
+    """Reads prompts of up to ``length`` tokens that begin their texts, without padding: by single calls, and by a graph
+    of the same calls from the prompt ``CAPTURED_WITH`` on, so that all prompts get the same bits.
 
     Args:
         part: the model.
@@ -120,6 +112,7 @@ class ShortPrompts:
         device = part.embedding.weight.device
         self._part, self._program, self._length = part, program, length
         self._graph: Any = None
+        self._num_read = 0
         self._stream: Any = None  # on which the graph ran last
         with torch.inference_mode(False):
             self._tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
@@ -143,7 +136,7 @@ class ShortPrompts:
     def hides_what_is_behind(self, prompt: Prompt) -> bool:
         """Whether other tokens behind the first half of a prompt change nothing of that half: bit for bit, as the same
         calls are made."""
-        half = prompt.tokens.shape[1] // 2
+        half = max(1, prompt.tokens.shape[1] // 2)
         cut = Prompt(prompt.tokens[:, :half], prompt.positions[:, :half], None)
         found = []
         for behind in (0, self._part.num_embeddings - 1):
@@ -176,6 +169,18 @@ class ShortPrompts:
             self._graph.replay()
         assert self._logits is not None
         return self._logits.clone()
+
+    def read(self, prompt: Prompt) -> torch.Tensor:
+        """Do as :meth:`run` with a prompt of a caller, which may be the one whose calls are captured."""
+        self._num_read += 1
+        if self._num_read == CAPTURED_WITH:
+            try:
+                self.capture()
+            except compat.OUT_OF_MEMORY:  # there may be more next time
+                self._num_read = 0
+            except RuntimeError:  # CUDA cannot capture something in them, which is then called from Python
+                pass
+        return self.run(prompt)
 
     def store(self, cache: FastpathCache, count: int) -> None:
         """Put keys and values of the last prompt, which had so many tokens, into a cache with room for them."""
@@ -289,40 +294,31 @@ def _is_of_the_last(call: Call) -> bool:
     return call.op is _aten.slice.Tensor and (given.get("dim", 0), given.get("start")) == (1, -1)
 
 
-def after(
-    asked: Asked,
+def reader_of(
     part: StepSource,
     prompt: Prompt,
     layers: Sequence[Any],
     length: int,
     program: Callable[[], PromptProgram | None],
-) -> Asked | ShortPrompts:
-    """Return what is known of a length once single calls have read one more prompt of it.
+) -> ShortPrompts | SingleCalls | None:
+    """Return what reads a prompt that is the first one of its length; None if there is no memory for it now.
 
     Args:
-        asked: what was known.
-        part, prompt: what the calls have read.
-        layers: of the cache that holds the prompt.
+        part: the model.
+        prompt: that will be read.
+        layers: of the cache that the prompt goes into, with room for it.
         length: that the prompt is filled up to.
         program: makes the calls for so many tokens, or None.
     """
-    batch = len(prompt.tokens)
-    asked = replace(asked, count=asked.count + 1)
-    if asked.is_declined or asked.count < FIRST_CAPTURED or prompt.tokens.shape[1] < 2:
-        return asked
-    declined = replace(asked, is_declined=True)
     try:
         if _bytes_of(layers, length) > MOST_BYTES or (calls := program()) is None:
-            return declined
-        made = ShortPrompts(part, calls, batch, length, layers)
-        if not made.hides_what_is_behind(prompt):
-            return declined
-        made.capture()
+            return SingleCalls()
+        made = ShortPrompts(part, calls, len(prompt.tokens), length, layers)
+        return made if made.hides_what_is_behind(prompt) else SingleCalls()
     except compat.OUT_OF_MEMORY:  # there may be more next time
-        return Asked()
+        return None
     except (Unfit, RuntimeError):
-        return declined
-    return made
+        return SingleCalls()
 
 
 def forget_oldest(programs: dict[Any, Any]) -> None:
