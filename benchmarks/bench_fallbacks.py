@@ -4,14 +4,16 @@
     python benchmarks/bench_fallbacks.py --models llama --sizes 2x128 12x512 --rounds 20
     python benchmarks/bench_fallbacks.py --models llama --sizes 32x4096 --dtype bf16 --device cuda --csv
 
-A size is layers x features. Each way to generate 24 tokens behind 16 runs in turns, stock and patched; "speed" is
-stock's time by ours, of the least of all rounds. Both models are copies of one. "hook" and "LoRA" are ways with a hook
+A size is layers x features. Each way to generate 24 tokens behind 16 runs in turns, stock and patched, every second
+time in reverse order; times are medians, and "speed" is the median of stock's time by ours of each turn, with the 20th
+and the 80th percentile. Both models are copies of one. "hook" and "LoRA" are ways with a hook
 on a layer's forward, and with an adapter on all projections.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -117,21 +119,24 @@ def _rows_of(stock: Any, ours: Any, ids: torch.Tensor, ways: Sequence[str], roun
         run = WAYS[way]
         times: dict[str, list[float]] = {"stock": [], "ours": []}
         for turn in range(rounds + 2):
-            for which, model in (("stock", stock), ("ours", ours)):
+            for which, model in (("stock", stock), ("ours", ours))[:: 1 if turn % 2 else -1]:
                 started = time.perf_counter()
                 run(model, ids, way)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 if turn > 1:  # the first two turns record, build and capture
                     times[which].append((time.perf_counter() - started) * 1000)
-        least = {which: min(each) for which, each in times.items()}
-        found = {f"{which}_ms": round(each, 3) for which, each in least.items()}
-        rows.append({"way": way, **found, "speed": round(least["stock"] / least["ours"], 3)})
+        found = {f"{which}_ms": round(statistics.median(each), 3) for which, each in times.items()}
+        ratios = sorted(stocks / own for stocks, own in zip(times["stock"], times["ours"]))
+        low, high = ratios[len(ratios) // 5], ratios[-1 - len(ratios) // 5]
+        spread = {"speed_p20": round(low, 3), "speed_p80": round(high, 3)}
+        rows.append({"way": way, **found, "speed": round(statistics.median(ratios), 3), **spread})
     return rows
 
 
 def text_of(rows: list[dict]) -> str:
     line = "{model:6} {size:7} {way:28} {stock_ms:9.2f} ms, ours {ours_ms:9.2f} ms: {speed:.2f}"
+    line += " ({speed_p20:.2f} to {speed_p80:.2f})"
     return "\n".join(line.format(**row) for row in rows)
 
 

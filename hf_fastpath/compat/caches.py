@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -174,11 +175,16 @@ def named_arguments(function: Any, model: Any, args: tuple, kwargs: Mapping[str,
         model: what it was called on.
         args, kwargs: what it was given.
     """
-    if not args:
-        return dict(kwargs)
-    bound = inspect.signature(function).bind_partial(model, *args)
-    _, *names = bound.arguments
-    return {name: bound.arguments[name] for name in names} | kwargs
+    names = _positional_names(function)
+    if len(args) >= len(names):
+        inspect.signature(function).bind_partial(model, *args)  # raises
+    return dict(zip(names[1:], args)) | kwargs
+
+
+@functools.lru_cache(maxsize=64)
+def _positional_names(function: Any) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def makes_dynamic_caches(model: Any) -> bool:

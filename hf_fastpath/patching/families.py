@@ -35,6 +35,7 @@ class DescribedOrRecorded:
     def __init__(self, architecture: Architecture, model: nn.Module):
         self._described, self._recorded = Described(architecture), RecordedAlone(model)
         self.first: Any = None
+        self._reason: tuple[StepSource, str | None] | None = None
 
     @property
     def architecture(self) -> Architecture:
@@ -51,10 +52,15 @@ class DescribedOrRecorded:
         reason = Cause("class_not_supported", module=model) if part is None else part.reason()
         is_asked_about = reason == "quantized_format" and all(each.is_meta for each in model.parameters())
         if reason not in OF_FILES or is_asked_about or not compat.is_decoder_alone(model):
+            self._reason = None if part is None else (part, reason)
             return part  # what packages keep in place of quantized weights is known only once they are there
         made = self._recorded.part_instead(model, reason)
         self.first = self.first or made
         return made
+
+    def take_reason(self) -> tuple[StepSource, str | None] | None:
+        asked, self._reason = self._reason, None
+        return asked
 
     def __deepcopy__(self, memo: dict) -> DescribedOrRecorded:
         return self

@@ -37,6 +37,9 @@ class Recorded:
         self.first = self.first or made
         return made
 
+    def take_reason(self) -> None:
+        """Return None: a part keeps its reason itself."""
+
     def part_instead(self, model: nn.Module, reason: Cause) -> StepSource:
         """Do as :meth:`model_part` for a model that another family does not take now, for a reason: if the step cannot
         be recorded either, that reason is the one that helps, unless it is no more than that a class is not known."""

@@ -16,6 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastpath
 from hf_fastpath.decode.model import structure
+from hf_fastpath.decode.plans import plan_cache
+from hf_fastpath.decode.state.snapshot import Snapshot
 from hf_fastpath.patching.state import state_of
 
 CPU = torch.device("cpu")
@@ -94,6 +96,56 @@ def test_changes_are_seen(name, monkeypatch):
     CHANGES[name](model, monkeypatch)
     assert not snapshot.holds()
     assert state_of(model).plans.part_of(model) is not snapshot.part
+
+
+def declined(monkeypatch):
+    """Return a patched model with a hook, the hook, and who has been asked for a reason since its third call began."""
+    model = hf_fastpath.patch(build("llama"), quiet=True)
+    hook = layer_of(model).register_forward_hook(lambda module, args, output: None)
+    asked, reason = [], structure.ModelInRoles.reason
+    monkeypatch.setattr(structure.ModelInRoles, "reason", lambda self: (asked.append(self), reason(self))[1])
+    for _ in range(3):
+        asked.clear()
+        model.generate(prompt(CPU), **SHORT)
+    return model, hook, asked
+
+
+def test_a_reason_is_found_once(monkeypatch):
+    """Of a model that stays as it is, and again once it is another one."""
+    model, hook, asked = declined(monkeypatch)
+    assert not asked
+    hook.remove()
+    for _ in range(2):
+        with counting(model) as counts:
+            model.generate(prompt(CPU), **SHORT)
+        assert counts.fast and not counts.reasons
+    layer_of(model).register_forward_pre_hook(lambda module, args: None)
+    with counting(model) as counts:
+        model.generate(prompt(CPU), **SHORT)
+    assert set(counts.reasons) == {"hooks"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_a_model_with_a_reason_are_seen(name, monkeypatch):
+    model, _, asked = declined(monkeypatch)
+    plans = state_of(model).plans
+    part = plans.part_of(model)
+    assert plans.reason_of(part) == "hooks" and not asked
+    CHANGES[name](model, monkeypatch)
+    assert plans.part_of(model) is not part and asked
+
+
+def test_a_model_that_is_another_one_in_each_call_is_not_noted_each_time(monkeypatch):
+    """To note what a model holds takes longer than to look at it."""
+    model, hook, asked = declined(monkeypatch)
+    noted = []
+    monkeypatch.setattr(plan_cache, "Snapshot", lambda *given: noted.append(given) or Snapshot(*given))
+    for _ in range(2 * plan_cache.LOOK_AGAIN):
+        hook.remove()
+        hook = layer_of(model).register_forward_hook(lambda module, args, output: None)
+        assert state_of(model).plans.reason_of(state_of(model).plans.part_of(model)) == "hooks"
+    assert len(asked) == 2 * plan_cache.LOOK_AGAIN
+    assert len(noted) <= plan_cache.MOST_IN_VAIN + 2
 
 
 def test_changes_of_values_are_none():

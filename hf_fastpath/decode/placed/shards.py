@@ -243,6 +243,9 @@ class Sharded:
         """Return the name of the transformers module that defines the architecture's classes."""
         return self.architecture.module
 
+    def take_reason(self) -> None:
+        """Return None: nobody asks on the way."""
+
     def model_part(self, model: nn.Module) -> ShardedModel | None:
         """Return this rank's part of ``model`` in its roles as it is now, or None if it is not of this architecture."""
         whole = model_part(self.architecture, model)

@@ -28,6 +28,8 @@ MAX_DRAFT_PLANS = 2 * len(WIDTHS)
 MAX_ROWS_PLANS = len(SIZES)
 #: recordings of one model that are kept, each of other Python values that it was made with
 MAX_RECORDINGS = 8
+#: looks that each find another model, behind which the model as it is found is noted at every ``LOOK_AGAIN``-th alone
+MOST_IN_VAIN, LOOK_AGAIN = 3, 16
 #: calls of generate() that our loops serve at once: each has plans of its own, which take tens of megabytes on a GPU
 MAX_CALLS = 4
 
@@ -43,6 +45,10 @@ class Family(Protocol):
 
     def model_part(self, model: nn.Module) -> StepSource | None:
         """Return ``model`` in its roles as it is now, or None if it does not belong to the family."""
+
+    def take_reason(self) -> tuple[StepSource, str | None] | None:
+        """Return the part that was given last and the reason against it, if that was asked for on the way, and forget
+        them."""
 
 
 class _Place:
@@ -66,9 +72,10 @@ class PlanCache:
         self.family: Family | None = None
         self.snapshot: Snapshot | None = None
         self._declined: tuple[StepSource, str] | None = None
-        self._looked_at: Snapshot | None = None  # of a recorded model that nobody has asked for a reason
+        self._looked_at: Snapshot | None = None  # of a model that no plan was asked for
         self._waiting: list[DecodePlan] = []
         self._kept: list[Snapshot] = []  # of recorded models, the last used one first
+        self._in_vain = 0  # looks at the model one after the other that each found another one
         self._misses = 0  # recordings that were made one after the other, with no call in between that one served
         self._call: tuple[Any, StepSource | None] | None = None  # see part_in_call()
         self.forget_other_threads()
@@ -201,16 +208,24 @@ class PlanCache:
                 self._misses = 0 if snapshot is last or snapshot in kept else self._misses
                 if snapshot in kept:
                     self._come_back(snapshot)
+                self._in_vain = 0 if snapshot is looked_at else self._in_vain
                 snapshot.part.look_again()
                 return snapshot.part
         self.snapshot = self._looked_at = None
         if self.family is None:
             return None
         made = self.family.model_part(model)
+        asked = self.family.take_reason()
+        reason = asked[1] if asked is not None and asked[0] is made else None
+        self._declined = None if reason is None or made is None else (made, reason)
         found = None if made is None else self._kept_like(made, last)
         if found is None:
-            if made is not None and made.held is not None:  # else calls that ask for no reason record it each time
+            self._in_vain += 1
+            is_often_other = self._in_vain > MOST_IN_VAIN and self._in_vain % LOOK_AGAIN != 0
+            is_known = asked is not None and asked[0] is made and not is_often_other
+            if made is not None and (made.held is not None or is_known):  # else each call looks at the model
                 self._looked_at = Snapshot(made, made.held)
+                self._looked_at.reason = reason
             return made
         self._misses, self.snapshot = 0, found
         found.part.look_again()
@@ -279,6 +294,12 @@ class PlanCache:
         :meth:`part_of` gives the same part as long as the model stays so."""
         if (snapshot := self._snapshot_with(part)) is not None:
             return snapshot.reason
+        declined, looked = self._declined, self._looked_at  # another thread may replace them at any time
+        if looked is not None and looked.part is part:
+            if looked.reason is not None and not part.takes_long:
+                return looked.reason
+        elif declined is not None and declined[0] is part and not part.takes_long:
+            return declined[1]  # in this call, as the next one gets a part of its own
         is_changing = part.takes_long and self._misses >= MAX_RECORDINGS
         reason = self._changing(part) if is_changing else part.reason()
         self._declined = None if reason is None else (part, reason)
@@ -286,7 +307,6 @@ class PlanCache:
             self._looked_at = None
             return reason
         if reason is None or part.takes_long:
-            looked = self._looked_at
             made = looked if looked is not None and looked.part is part else Snapshot(part)
             made.reason = reason
             with self.lock:
