@@ -27,6 +27,7 @@ from hf_fastpath.quantization.ggml_blocks import BLOCK_TYPES
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_append  # noqa: E402
+import bench_checkouts  # noqa: E402
 import bench_gguf  # noqa: E402
 import bench_multimodal  # noqa: E402
 import bench_packed_gemm  # noqa: E402
@@ -277,3 +278,14 @@ def test_ours_decodes_behind_an_image(name, monkeypatch, tmp_path):
     places = 256 if name == "gemma-3-4b" else 8
     assert (row["context"], row["batch"], row["fallback_tokens"]) == (str(bench_multimodal.TEXT + places), "2", "0")
     assert row["model"] == f"{size.label}, 1 layers"
+
+
+def test_two_checkouts_take_turns(capsys, tmp_path):
+    """Each process imports the package of its own checkout, and none another one's."""
+    given = ["--size", "2x128", "--rounds", "3", "--tokens", "2", "--weights", "none"]
+    assert bench_checkouts.main([str(bench_checkouts.HERE), *given]) == 0
+    assert re.fullmatch(
+        r"2x128 fp16 none +\d+\.\d\d ms, this checkout .* ms: .* \(.* to .*\)\n", capsys.readouterr().out
+    )
+    with pytest.raises(RuntimeError, match="is to import hf_fastpath of"):
+        bench_checkouts.main([str(tmp_path), *given])

@@ -214,11 +214,9 @@ def head(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 def decoder(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run all layers; if the call is broken off, a FastpathCache that was given is left as it was."""
     patch: ModulePatch | None = vars(self).get(KEY)
-    if patch is None or torch.compiler.is_compiling():
+    if patch is None or patch.state.texts.by_stock or torch.compiler.is_compiling():
         return type(self).forward(self, *args, **kwargs)
     state, texts = patch.state, patch.state.texts
-    if texts.by_stock:
-        return type(self).forward(self, *args, **kwargs)
     if not state.has_trained and torch.is_grad_enabled():
         state.has_trained = any(each.requires_grad for each in self.parameters())
     cache = cache_of(dict(zip(patch.argument_names, args[1:]), **kwargs) if len(args) > 1 else kwargs, None)
