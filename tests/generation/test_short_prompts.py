@@ -44,6 +44,7 @@ class Readers:
 
         monkeypatch.setattr(short_prompts.ShortPrompts, "capture", capture)
         monkeypatch.setattr(short_prompts.ShortPrompts, "run", noted)
+        monkeypatch.setattr(short_prompts, "DTYPES", {torch.float32, *short_prompts.DTYPES})  # for tokens like stock's
         if device.type == "cpu":
             monkeypatch.setattr(short_prompts, "DEVICES", {"cpu"})
             monkeypatch.setattr(graph, "capture", _OneByOne)
@@ -80,6 +81,16 @@ def test_the_first_prompts_have_the_bits_of_the_later_ones(architecture, dtype, 
     logits = [model.generate(ids, output_logits=True, return_dict_in_generate=True, **SHORT).logits for _ in range(4)]
     assert readers.read == [length] * 3
     assert all(torch.equal(torch.stack(each), torch.stack(logits[0])) for each in logits)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_float32_is_read_as_stock_reads_it(dtype, device, readers, monkeypatch):
+    """With as many rows as the prompt has, whose sums cuBLAS rounds as it does for stock."""
+    monkeypatch.setattr(short_prompts, "DTYPES", short_prompts.DTYPES - {torch.float32})
+    model = hf_fastpath.patch(build("llama").to(device, dtype), quiet=True)
+    for _ in range(3):
+        model.generate(prompt(device, 2, 9), **SHORT)
+    assert readers.made == ([] if dtype == torch.float32 else [32])
 
 
 @pytest.mark.parametrize("name", ("glm4", "helium", "minicpm3", "persimmon", "xglm"))
