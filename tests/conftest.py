@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -131,6 +132,21 @@ def cuda() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device("cuda")
+
+
+@pytest.fixture
+def few(request: pytest.FixtureRequest) -> Callable[[list, int], list]:
+    """Take the first of an op's samples and others at equal distances, so many in all; with ``--full``, all.
+
+    For tests of what is done around a kernel, which samples that differ in sizes and formats share.
+    """
+    is_full = request.config.getoption("--full")
+
+    def taken(samples: list, count: int) -> list:
+        step = 1 if is_full else max(1, -(-len(samples) // count))
+        return samples[::step]
+
+    return taken
 
 
 @pytest.fixture(autouse=True, scope="session")

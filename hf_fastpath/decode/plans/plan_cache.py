@@ -217,7 +217,8 @@ class PlanCache:
         made = self.family.model_part(model)
         asked = self.family.take_reason()
         reason = asked[1] if asked is not None and asked[0] is made else None
-        self._declined = None if reason is None or made is None else (made, reason)
+        if made is not None and reason is not None:
+            self._declined = made, reason
         found = None if made is None else self._kept_like(made, last)
         if found is None:
             self._in_vain += 1
