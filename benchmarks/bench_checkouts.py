@@ -52,20 +52,24 @@ def serve(size: str, dtype: str, weights: str, device: str) -> None:
 
 
 class Served:
-    """A process over one checkout.
-
-    Raises:
-        RuntimeError: the process ends, or imports another checkout's package.
-    """
+    """A process over one checkout, which has begun."""
 
     def __init__(self, checkout: Path, *arguments: str):
         environment = os.environ | {"PYTHONPATH": str(checkout), "TRANSFORMERS_VERBOSITY": "error"}
         command = [sys.executable, str(Path(__file__).resolve()), "--serve", *arguments]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.checkout = checkout
         self.process = subprocess.Popen(command, env=environment, cwd=checkout, **pipes)
+
+    def wait(self) -> None:
+        """Wait until the model is made.
+
+        Raises:
+            RuntimeError: the process ends, or imports another checkout's package.
+        """
         found = self._line()
-        if found != f"ready {checkout}":
-            raise RuntimeError(f"the process is to import hf_fastpath of {checkout}, and says {found!r}")
+        if found != f"ready {self.checkout}":
+            raise RuntimeError(f"the process is to import hf_fastpath of {self.checkout}, and says {found!r}")
 
     def _line(self) -> str:
         if not (line := self.process.stdout.readline()):
@@ -83,6 +87,8 @@ class Served:
 
 def compared(other: Path, given: argparse.Namespace, weights: str) -> str:
     served = [Served(checkout, given.size, given.dtype, weights, given.device) for checkout in (other, HERE)]
+    for each in served:
+        each.wait()
     times: list[tuple[float, float]] = []
     for turn in range(given.rounds):
         found = {which: served[which].seconds(given.tokens) for which in ((0, 1) if turn % 2 else (1, 0))}

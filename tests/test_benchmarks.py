@@ -280,12 +280,19 @@ def test_ours_decodes_behind_an_image(name, monkeypatch, tmp_path):
     assert row["model"] == f"{size.label}, 1 layers"
 
 
-def test_two_checkouts_take_turns(capsys, tmp_path):
+def test_two_checkouts_take_turns(capsys):
     """Each process imports the package of its own checkout, and none another one's."""
     given = ["--size", "2x128", "--rounds", "3", "--tokens", "2", "--weights", "none"]
     assert bench_checkouts.main([str(bench_checkouts.HERE), *given]) == 0
     assert re.fullmatch(
         r"2x128 fp16 none +\d+\.\d\d ms, this checkout .* ms: .* \(.* to .*\)\n", capsys.readouterr().out
     )
-    with pytest.raises(RuntimeError, match="is to import hf_fastpath of"):
-        bench_checkouts.main([str(tmp_path), *given])
+
+
+def test_a_process_over_another_checkout_is_refused(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho ready /elsewhere\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(RuntimeError, match=f"hf_fastpath of {tmp_path}, and says 'ready /elsewhere'"):
+        bench_checkouts.Served(tmp_path).wait()

@@ -174,6 +174,9 @@ def named_arguments(function: Any, model: Any, args: tuple, kwargs: Mapping[str,
         function: the method as it is in its class.
         model: what it was called on.
         args, kwargs: what it was given.
+
+    Raises:
+        TypeError: there are more arguments than the method takes.
     """
     names = _positional_names(function)
     if len(args) >= len(names):
@@ -183,6 +186,7 @@ def named_arguments(function: Any, model: Any, args: tuple, kwargs: Mapping[str,
 
 @functools.lru_cache(maxsize=64)
 def _positional_names(function: Any) -> tuple[str, ...]:
+    """Return the names of what a function takes by place, ``self`` included."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -148,6 +148,19 @@ def test_a_model_that_is_another_one_in_each_call_is_not_noted_each_time(monkeyp
     assert len(noted) <= plan_cache.MOST_IN_VAIN + 2
 
 
+def test_a_model_that_cannot_be_noted_is_left_to_stock(monkeypatch):
+    """What is in a model with a reason against it may be anything."""
+    model, _, asked = declined(monkeypatch)
+    expected = model.generate(prompt(CPU), **SHORT)
+    layer_of(model).register_forward_hook(lambda module, args, output: None)
+
+    def refused(*given):
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(plan_cache, "Snapshot", refused)
+    assert torch.equal(model.generate(prompt(CPU), **SHORT), expected) and asked
+
+
 def test_changes_of_values_are_none():
     """Training, loading, moving back and other defaults of generate() leave what plans depend on as it was."""
     model, snapshot = looked_at()

@@ -51,6 +51,18 @@ class Family(Protocol):
         them."""
 
 
+def _noted(part: StepSource, reason: str | None) -> Snapshot | None:
+    """Return a snapshot of a model with the reason against it, or None: what is in such a model may be anything."""
+    try:
+        made = Snapshot(part, part.held)
+    except Exception:
+        if reason is None:
+            raise
+        return None
+    made.reason = reason
+    return made
+
+
 class _Place:
     """A place that a running call holds."""
 
@@ -225,8 +237,7 @@ class PlanCache:
             is_often_other = self._in_vain > MOST_IN_VAIN and self._in_vain % LOOK_AGAIN != 0
             is_known = asked is not None and asked[0] is made and not is_often_other
             if made is not None and (made.held is not None or is_known):  # else each call looks at the model
-                self._looked_at = Snapshot(made, made.held)
-                self._looked_at.reason = reason
+                self._looked_at = _noted(made, reason)
             return made
         self._misses, self.snapshot = 0, found
         found.part.look_again()
