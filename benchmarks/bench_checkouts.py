@@ -12,12 +12,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
+from operator import truediv
 from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import hf_fastpath
+from hf_fastpath.bench import measure
 
 HERE = Path(__file__).resolve().parents[1]
 PROMPT = 4
@@ -25,30 +31,21 @@ PROMPT = 4
 
 def serve(size: str, dtype: str, weights: str, device: str) -> None:
     """Make a model, patch it, and answer each number of tokens on standard input with the seconds of a call."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    import hf_fastpath
-
     torch.manual_seed(0)
     layers, width = map(int, size.split("x"))
     heads = dict(num_attention_heads=width // 64, num_key_value_heads=max(1, width // 512), head_dim=64)
     sizes = dict(hidden_size=width, intermediate_size=11 * width // 4, num_hidden_layers=layers, vocab_size=32000)
     config = LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=None)
-    of_name = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=of_name[dtype]).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=measure.DTYPES[dtype]).eval()
     hf_fastpath.patch(model, quiet=True, **({} if weights == "none" else {"weights": weights}))
-    ids = torch.arange(3, 3 + PROMPT, device=device)[None]
+    measure.wait_for_pages(model)
+    call = partial(model.generate, torch.arange(3, 3 + PROMPT, device=device)[None], do_sample=False)
     for _ in range(4):
-        model.generate(ids, max_new_tokens=4, do_sample=False)
+        call(max_new_tokens=4)
     print("ready", Path(hf_fastpath.__file__).parents[1], flush=True)
     for line in sys.stdin:
-        started = time.perf_counter()
-        model.generate(ids, max_new_tokens=int(line), do_sample=False)
-        if device != "cpu":
-            torch.cuda.synchronize()
-        print(time.perf_counter() - started, flush=True)
+        print(measure.seconds(partial(call, max_new_tokens=int(line)), torch.device(device)), flush=True)
 
 
 class Served:
@@ -89,17 +86,16 @@ def compared(other: Path, given: argparse.Namespace, weights: str) -> str:
     served = [Served(checkout, given.size, given.dtype, weights, given.device) for checkout in (other, HERE)]
     for each in served:
         each.wait()
-    times: list[tuple[float, float]] = []
+    times: list[list[float]] = [[], []]
     for turn in range(given.rounds):
-        found = {which: served[which].seconds(given.tokens) for which in ((0, 1) if turn % 2 else (1, 0))}
-        times.append((found[0], found[1]))
+        for which in (0, 1) if turn % 2 else (1, 0):
+            times[which].append(served[which].seconds(given.tokens))
     for each in served:
         each.end()
-    ratios = sorted(before / now for before, now in times)
-    low, high = ratios[len(ratios) // 5], ratios[-1 - len(ratios) // 5]
-    before, now = (1000 * statistics.median(each) for each in zip(*times))
+    speed = measure.Spread.of([*map(truediv, *times)])
+    before, now = (1000 * measure.Spread.of(each).p50 for each in times)
     text = f"{given.size} {given.dtype} {weights:10} {before:8.2f} ms, this checkout {now:8.2f} ms"
-    return f"{text}: {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+    return f"{text}: {speed.p50:.3f} ({speed.p20:.3f} to {speed.p80:.3f})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,11 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("other", type=Path, help="folder of the other checkout")
     parser.add_argument("--size", default="3x2048", help="layers x features")
     parser.add_argument("--weights", nargs="+", default=["none", "int4_g32"], help="formats of patch(), or none")
-    parser.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp16")
+    parser.add_argument("--dtype", choices=measure.DTYPES, default="fp16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=150)
     given = parser.parse_args(arguments)
+    if given.rounds < 2:
+        parser.error("--rounds has to be 2 at least: one turn has no percentiles")
     for weights in given.weights:
         print(compared(given.other.resolve(), given, weights), flush=True)
     return 0

@@ -7,16 +7,15 @@
 A size is layers x features. Each way to generate 24 tokens behind 16 runs in turns, stock and patched, every second
 time in reverse order; times are medians, and "speed" is the median of stock's time by ours of each turn, with the 20th
 and the 80th percentile. "copy" is the same of a second unpatched model instead of ours: what it is off 1 says nothing
-of us. All three models are copies of one. "hook" and "LoRA" are ways with a hook
-on a layer's forward, and with an adapter on all projections.
+of us. All three models are copies of one. "hook" and "LoRA" are ways with a hook on a layer's forward, and with an
+adapter on all projections.
 """
 
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import truediv
 from typing import Any
 
@@ -122,17 +121,13 @@ def _rows_of(models: dict[str, Any], ids: torch.Tensor, ways: Sequence[str], rou
         times: dict[str, list[float]] = {which: [] for which in models}
         for turn in range(rounds + 2):
             for which in list(models)[:: 1 if turn % 2 else -1]:
-                model, started = models[which], time.perf_counter()
-                run(model, ids, way)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
+                seconds = measure.seconds(partial(run, models[which], ids, way), device)
                 if turn > 1:  # the first two turns record, build and capture
-                    times[which].append((time.perf_counter() - started) * 1000)
-        found = {f"{which}_ms": round(statistics.median(times[which]), 3) for which in ("stock", "ours")}
-        ratios, copies = (sorted(map(truediv, times["stock"], times[which])) for which in ("ours", "copy"))
-        low, high = ratios[len(ratios) // 5], ratios[-1 - len(ratios) // 5]
-        spread = {"speed_p20": round(low, 3), "speed_p80": round(high, 3), "copy": round(statistics.median(copies), 3)}
-        rows.append({"way": way, **found, "speed": round(statistics.median(ratios), 3), **spread})
+                    times[which].append(seconds)
+        found = {f"{which}_ms": round(1000 * measure.Spread.of(times[which]).p50, 3) for which in ("stock", "ours")}
+        ours, copy_ = (measure.Spread.of([*map(truediv, times["stock"], times[which])]) for which in ("ours", "copy"))
+        speeds = {"speed": ours.p50, "speed_p20": ours.p20, "speed_p80": ours.p80, "copy": copy_.p50}
+        rows.append({"way": way, **found, **{name: round(each, 3) for name, each in speeds.items()}})
     return rows
 
 
@@ -148,6 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", default=["2x128", "6x256", "12x512"])
     parser.add_argument("--dtype", choices=measure.DTYPES, default="fp32")
     given = parser.parse_args(argv)
+    if given.rounds < 2:
+        parser.error("--rounds has to be 2 at least: one turn has no percentiles")
     others = given.rounds, given.dtype, torch.device(given.device)
     groups = (rows_of(name, size, *others) for name in given.models for size in given.sizes)
     measure.print_groups(groups, text_of, given, "fallbacks")
