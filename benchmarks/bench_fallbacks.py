@@ -7,14 +7,14 @@
 A size is layers x features. Each way to generate 24 tokens behind 16 runs in turns, stock and patched, every second
 time in reverse order; times are medians, and "speed" is the median of stock's time by ours of each turn, with the 20th
 and the 80th percentile. "copy" is the same of a second unpatched model instead of ours: what it is off 1 says nothing
-of us. All three models are copies of one. "hook" and "LoRA" are ways with a hook on a layer's forward, and with an
-adapter on all projections.
+of us. All three models are copies of one. Variants are what is done to all three before: nothing, a hook on a layer's
+forward, or an adapter on all projections.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import truediv
 from typing import Any
@@ -90,45 +90,45 @@ def with_adapter(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)).eval()
 
 
-#: what is done to both models -> the ways that run then
+PLAIN = "nothing"
+#: what is done to all models -> the ways that run then
 VARIANTS: dict[str, tuple[Callable[[Any], Any], Sequence[str]]] = {
-    "": (lambda model: model, list(WAYS)),
+    PLAIN: (lambda model: model, list(WAYS)),
     "hook": (hooked, ["plain", "DynamicCache", "own loop, DynamicCache"]),
 }
 if peft is not None:
     VARIANTS["LoRA"] = with_adapter, ["plain", "attentions", "DynamicCache", "own loop, DynamicCache"]
 
 
-def rows_of(name: str, size: str, rounds: int, dtype: str, device: torch.device) -> list[dict[str, object]]:
+def rows_of(
+    name: str, size: str, variants: Sequence[str], rounds: int, dtype: str, device: torch.device
+) -> Iterator[list[dict[str, object]]]:
+    """Yield a row as soon as a way has been timed."""
     layers, width = map(int, size.split("x"))
     made = model_of(name, layers, width, measure.DTYPES[dtype], device)
     ids = torch.randint(3, 400, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
-    rows = []
-    for variant, (change, ways) in VARIANTS.items():
+    for variant in variants:
+        change, ways = VARIANTS[variant]
         models = {which: change(copy.deepcopy(made)) for which in ("stock", "copy", "ours")}
         hf_fastpath.patch(models["ours"], quiet=True)
-        for row in _rows_of(models, ids, ways, rounds):
-            way = f"{variant}, {row.pop('way')}" if variant else row.pop("way")
-            rows.append({"model": name, "size": size, "dtype": dtype, "way": way, **row})
-    return rows
+        for way in ways:
+            full = f"{variant}, {way}" if variant != PLAIN else way
+            found = _row_of(models, ids, way, rounds)
+            yield [{"model": name, "size": size, "dtype": dtype, "way": full, **found}]
 
 
-def _rows_of(models: dict[str, Any], ids: torch.Tensor, ways: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    device = ids.device
-    for way in ways:
-        run = WAYS[way]
-        times: dict[str, list[float]] = {which: [] for which in models}
-        for turn in range(rounds + 2):
-            for which in list(models)[:: 1 if turn % 2 else -1]:
-                seconds = measure.seconds(partial(run, models[which], ids, way), device)
-                if turn > 1:  # the first two turns record, build and capture
-                    times[which].append(seconds)
-        found = {f"{which}_ms": round(1000 * measure.Spread.of(times[which]).p50, 3) for which in ("stock", "ours")}
-        ours, copy_ = (measure.Spread.of([*map(truediv, times["stock"], times[which])]) for which in ("ours", "copy"))
-        speeds = {"speed": ours.p50, "speed_p20": ours.p20, "speed_p80": ours.p80, "copy": copy_.p50}
-        rows.append({"way": way, **found, **{name: round(each, 3) for name, each in speeds.items()}})
-    return rows
+def _row_of(models: dict[str, Any], ids: torch.Tensor, way: str, rounds: int) -> dict[str, float]:
+    run = WAYS[way]
+    times: dict[str, list[float]] = {which: [] for which in models}
+    for turn in range(rounds + 2):
+        for which in list(models)[:: 1 if turn % 2 else -1]:
+            seconds = measure.seconds(partial(run, models[which], ids, way), ids.device)
+            if turn > 1:  # the first two turns record, build and capture
+                times[which].append(seconds)
+    found = {f"{which}_ms": round(1000 * measure.Spread.of(times[which]).p50, 3) for which in ("stock", "ours")}
+    ours, copy_ = (measure.Spread.of([*map(truediv, times["stock"], times[which])]) for which in ("ours", "copy"))
+    speeds = {"speed": ours.p50, "speed_p20": ours.p20, "speed_p80": ours.p80, "copy": copy_.p50}
+    return found | {name: round(each, 3) for name, each in speeds.items()}
 
 
 def text_of(rows: list[dict]) -> str:
@@ -141,12 +141,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.parser_of(__file__, __doc__, rounds=10)
     parser.add_argument("--models", nargs="+", default=list(CONFIGS), choices=CONFIGS)
     parser.add_argument("--sizes", nargs="+", default=["2x128", "6x256", "12x512"])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--dtype", choices=measure.DTYPES, default="fp32")
     given = parser.parse_args(argv)
     if given.rounds < 2:
         parser.error("--rounds has to be 2 at least: one turn has no percentiles")
-    others = given.rounds, given.dtype, torch.device(given.device)
-    groups = (rows_of(name, size, *others) for name in given.models for size in given.sizes)
+    others = given.variants, given.rounds, given.dtype, torch.device(given.device)
+    groups = (group for name in given.models for size in given.sizes for group in rows_of(name, size, *others))
     measure.print_groups(groups, text_of, given, "fallbacks")
     return 0
 

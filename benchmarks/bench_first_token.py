@@ -5,19 +5,26 @@
     python benchmarks/bench_first_token.py --device cuda --csv --sizes 32x4096
     python benchmarks/bench_first_token.py --device cuda --csv --types listed recorded --sizes 16x1024 --dtype bf16
     python benchmarks/bench_first_token.py --device cuda --csv --sizes 32x4096 --dtype bf16 --types llama --new-lengths
+    python benchmarks/bench_first_token.py --device cuda --csv --dtype bf16 --models gemma-3-4b qwen3-30b-a3b
+    python benchmarks/bench_first_token.py --csv --models qwen3.5-4b:4 lfm2-1.2b:6 --dtype bf16
+    python benchmarks/bench_first_token.py --device cuda --dtype bf16 --models llama-3.1-8b --prompts 512 --batch 32
 
 "listed" stands for all types that have an architecture file, "recorded" for those of RECORDED. A size is layers x
-features; the weights are random. "speed" is stock's median by ours, of calls that take turns. "patch" is ``patch()``,
-"first" the first call behind it and "second" the second, in which a prompt of a recorded model is recorded. "by" says
-what reads prompts behind these: a list of calls, or the model's modules. With ``--new-lengths`` no two prompts that are
-timed are equally long, as in a conversation: each is a token shorter than the one before.
+features; the weights are random. Instead of types of sizes, ``--models`` takes published ones (name, or name:layers for
+the first layers alone; hf_fastpath.bench.published). "speed" is stock's median by ours, of calls that take turns.
+"patch" is ``patch()``, "first" the first call behind it and "second" the second, in which a prompt of a recorded model
+is recorded. "by" says what reads prompts behind these: a list of calls, or the model's modules. With
+``--new-lengths`` no two prompts that are timed are equally long, as in a conversation: each is a token shorter than
+the one before. ``--batch`` reads as many prompts of a length at once.
 """
 
 from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_fastpath
 from hf_fastpath.architecture import architectures
-from hf_fastpath.bench import measure
+from hf_fastpath.bench import measure, shapes
 from hf_fastpath.decode.loops import prompt as prompts
 
 #: recorded types: plain, of older code, with latents, states, experts
@@ -36,6 +43,8 @@ RECORDED = (
 TYPES = ("gemma3_text", "gpt2", "llama", "mistral", "olmo2", "qwen3", *RECORDED)
 GROUPS = {"listed": [architecture.name for architecture in architectures()], "recorded": list(RECORDED)}
 VOCAB = 500
+#: the size that rows of published models name
+PUBLISHED = "published"
 
 
 def config_of(name: str, layers: int, width: int) -> Any:
@@ -75,14 +84,29 @@ def model_of(name: str, layers: int, width: int, dtype: torch.dtype, device: tor
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def rows_of(
-    name: str, size: str, lengths: Sequence[int], rounds: int, dtype: str, device: torch.device, are_new: bool = False
-) -> list[dict]:
-    layers, width = map(int, size.split("x"))
-    stock = model_of(name, layers, width, measure.DTYPES[dtype], device)
-    ours = copy.deepcopy(stock)
+@dataclass(frozen=True)
+class Given:
+    """What the calls of all models are: prompts of ``lengths``, ``batch`` at once, timed in ``rounds`` turns."""
+
+    lengths: Sequence[int]
+    rounds: int
+    batch: int
+    are_new: bool
+
+
+def rows_of(name: str, size: str, dtype: str, build: Callable[[], Any], given: Given) -> list[dict[str, Any]]:
+    """Time a model beside stock's.
+
+    Args:
+        name, size, dtype: what the rows say of it.
+        build: makes it.
+    """
+    stock = build()
+    ours = copy.deepcopy(stock, {id(each): each for each in stock.parameters()})  # 30B would not fit twice
     generator = torch.Generator().manual_seed(0)
-    texts = {length: torch.randint(3, VOCAB, (1, length), generator=generator).to(device) for length in lengths}
+    vocab = min(VOCAB, stock.config.get_text_config().vocab_size)
+    made = {each: torch.randint(3, vocab, (given.batch, each), generator=generator) for each in given.lengths}
+    texts = {length: ids.to(stock.device) for length, ids in made.items()}
     call = lambda model, ids: model.generate(ids, max_new_tokens=1, do_sample=False).cpu()  # noqa: E731
     try:
         once = {"patch_ms": measure.milliseconds(lambda: hf_fastpath.patch(ours, quiet=True))}
@@ -91,8 +115,8 @@ def rows_of(
         return []
     for what in ("first_ms", "second_ms"):
         once[what] = measure.milliseconds(lambda: call(ours, next(iter(texts.values())).repeat(1, 3)[:, :5]))
-    made, read, seen = [], prompts.read, []
-    prompts.read = lambda *given: seen.append(1) or read(*given)
+    rows, read, seen = [], prompts.read, []
+    prompts.read = lambda *how: seen.append(1) or read(*how)
     try:
         for length, ids in texts.items():
             for model in (stock, ours, ours, ours):
@@ -100,26 +124,26 @@ def rows_of(
                 call(model, ids)
             by, times = "list" if seen else "modules", {"stock": [], "ours": []}
             shorter = 0
-            for _ in range(rounds):
+            for _ in range(given.rounds):
                 for who, model in (("stock", stock), ("ours", ours)):
-                    shorter += are_new
+                    shorter += given.are_new
                     text = ids[:, : max(1, length - shorter)]
                     times[who].append(measure.milliseconds(lambda: call(model, text)))  # noqa: B023
             median = {who: statistics.median(found) for who, found in times.items()}
-            facts = {"type": name, "size": size, "dtype": dtype, "prompt": length, "by": by}
+            facts = {"type": name, "size": size, "dtype": dtype, "prompt": length, "batch": given.batch, "by": by}
             facts |= {f"{who}_ms": round(found, 3) for who, found in median.items()}
-            made.append(facts | {"speed": round(median["stock"] / median["ours"], 3)})
+            rows.append(facts | {"speed": round(median["stock"] / median["ours"], 3)})
     finally:
         prompts.read = read
-    last = {what: round(found, 1) for what, found in once.items()} | {"lengths": "new" if are_new else "same"}
-    return [row | last for row in made]
+    last = {what: round(found, 1) for what, found in once.items()} | {"lengths": "new" if given.are_new else "same"}
+    return [row | last for row in rows]
 
 
 def text_of(rows: list[dict]) -> str:
     if not rows:
         return ""
     line = (
-        "{type:18} {size:8} {dtype} prompt {prompt:5} by {by:8} stock {stock_ms:9.2f} ms, ours {ours_ms:9.2f}, speed"
+        "{type:18} {size:9} {dtype} {batch} x {prompt:5} by {by:8} stock {stock_ms:9.2f} ms, ours {ours_ms:9.2f}, speed"
         " {speed:.2f}"
     )
     once = "{type:18} patch {patch_ms:.0f} ms, first {first_ms:.0f}, second {second_ms:.0f}".format(**rows[0])
@@ -130,14 +154,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.parser_of(__file__, __doc__, rounds=7)
     parser.add_argument("--types", nargs="+", default=TYPES)
     parser.add_argument("--sizes", nargs="+", default=["32x64"])
+    parser.add_argument("--models", nargs="+", default=[], help="published models instead of types of sizes")
     parser.add_argument("--prompts", nargs="+", type=int, default=[1, 16, 128, 1024])
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", choices=measure.DTYPES, default="fp32")
     parser.add_argument("--new-lengths", action="store_true", help="no two prompts are equally long")
     given = parser.parse_args(argv)
-    others = given.prompts, given.rounds, given.dtype, torch.device(given.device), given.new_lengths
-    types = [name for each in given.types for name in GROUPS.get(each, [each])]
-    groups = (rows_of(name, size, *others) for size in given.sizes for name in types)
-    measure.print_groups(groups, text_of, given, "first_token")
+    dtype, device = measure.DTYPES[given.dtype], torch.device(given.device)
+    calls = Given(given.prompts, given.rounds, given.batch, given.new_lengths)
+
+    def groups() -> Iterator[list[dict[str, Any]]]:
+        for name in given.models:
+            build = partial(shapes.build_model, name, device, dtype)
+            yield rows_of(shapes.shape(name).label, PUBLISHED, given.dtype, build, calls)
+        for size in [] if given.models else given.sizes:
+            for name in (name for each in given.types for name in GROUPS.get(each, [each])):
+                build = partial(model_of, name, *map(int, size.split("x")), dtype, device)
+                yield rows_of(name, size, given.dtype, build, calls)
+
+    measure.print_groups(groups(), text_of, given, "first_token")
     return 0
 
 

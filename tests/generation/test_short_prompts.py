@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from hf_fastpath.decode.run import graph
 class _OneByOne:
     """Stands for a graph where there are none."""
 
-    def __init__(self, run, device):
+    def __init__(self, run, device, pool):
         self.replay = run
 
 
@@ -100,6 +102,55 @@ def test_recorded_models(name, device, readers):
     for seed, length in enumerate((30, 32, 20, 21, 9)):
         _same(stock, ours, prompt(device, 1, length, seed=seed))
     assert readers.made == [32] and readers.read == [20, 21, 9]
+
+
+@pytest.mark.parametrize("name", ("bart", "apertus"))
+def test_lists_that_count_positions_or_cut_the_last_layer(name, device, readers):
+    stock = small_model(name).to(device)
+    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
+    for seed, length in enumerate((30, 32, 20, 21, 9)):
+        _same(stock, ours, prompt(device, 1, length, seed=seed))
+    assert readers.made == [32] and readers.read == [20, 21, 9]
+
+
+def test_mixtures_whose_rows_are_tokens(device, readers, monkeypatch):
+    """What a step of one token makes of each row, up to the last layer, which goes over the last row alone."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the host waits for other experts' choice
+    model, single = (hf_fastpath.patch(small_model("deepseek_v2").to(device, dtype), quiet=True) for _ in range(2))
+    how = dict(max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    for length in (30, 32, 20, 21, 9):
+        ids = prompt(device, 1, length, seed=length) % model.config.vocab_size
+        with monkeypatch.context() as without:
+            without.setattr(short_prompts, "DEVICES", set())
+            (expected,) = single.generate(ids, **how).logits
+        (found,) = model.generate(ids, **how).logits
+        torch.testing.assert_close(found, expected)
+    assert readers.made == [32] and readers.read[-2:] == [21, 9]
+
+
+@pytest.mark.parametrize("rounds", (1, 3))
+def test_graphs_of_several_threads(rounds, device, readers):
+    """Graphs of one model share memory, and so one runs after the other, whatever streams their threads have."""
+    dtype = torch.bfloat16
+    model = hf_fastpath.patch(build("llama").to(device, dtype), quiet=True)
+    texts = [prompt(device, 1, length, seed=length) for length in (9, 30, 40, 60, 90, 120)]
+    how = dict(max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True)
+
+    def read(place: int) -> list[torch.Tensor]:
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            made = [model.generate(texts[(place + each) % len(texts)], **how).logits[0].cpu() for each in range(24)]
+        return made
+
+    for text in texts:
+        for _ in range(3):
+            model.generate(text, **how)
+    expected = [model.generate(text, **how).logits[0].cpu() for text in texts]
+    for _ in range(rounds):
+        with ThreadPoolExecutor(4) as pool:
+            for place, made in enumerate(pool.map(read, range(4))):
+                for number, logits in enumerate(made):
+                    assert torch.equal(logits, expected[(place + number) % len(texts)])
 
 
 @pytest.mark.parametrize("architecture", ("mistral", "gemma3_text", "gpt_oss"))

@@ -7,9 +7,10 @@ cache of the call.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ... import compat
 from ...cache.fastpath_cache import FastpathCache
 from ...ops.kv_cache import KVCache
 from ..calls.named_calls import Call, registers_in
+from ..lower import composed
 from ..lower.attend import Attention
 from ..lower.many_experts import waits_for_choice
 from ..lower.prepared_inputs import mixes_rows
@@ -36,10 +38,12 @@ DEVICES = frozenset({"cuda"})
 DTYPES = frozenset({torch.float16, torch.bfloat16})
 #: lengths that prompts are filled up to; behind the last the kernels take longer than their launches
 LENGTHS = 32, 64, 96, 128, 192, 256, 384, 512
-#: further lengths, for models of so few weights a layer that kernels still take less time
+#: further lengths, for models of which a token takes so few weights a layer that kernels still take less time
 LENGTHS_OF_THIN = 768, 1024, 1536, 2048
 #: multiplications of a layer that take as long as a GPU of 400 TFLOP/s waits for the layer's launches
 _OF_LAUNCHES = 70e9
+#: the same of a layer with experts, which has three times as many launches
+_OF_LAUNCHES_OF_EXPERTS = 175e9
 #: bytes of keys and values of a graph at most
 MOST_BYTES = 128 << 20
 #: the same of all graphs of a model together
@@ -47,7 +51,7 @@ ALL_BYTES = 256 << 20
 #: with which prompt of a length its calls are captured; a capture takes as long as reading a few prompts
 CAPTURED_WITH = 2
 #: arguments that say how large a tensor is, or where it ends
-_OF_SHAPES = frozenset({"size", "shape", "repeats", "end", "length"})
+_OF_SHAPES = frozenset({"size", "shape", "repeats", "end", "length", "query_len"})
 
 
 def length_of(part: StepSource, prompt: Prompt, past: int) -> int | None:
@@ -64,27 +68,65 @@ def length_of(part: StepSource, prompt: Prompt, past: int) -> int | None:
     for lengths in (LENGTHS, LENGTHS_OF_THIN):
         found = next((each for each in lengths if count <= each and batch * each <= lengths[-1]), None)
         if found is not None:
-            return found if lengths is LENGTHS or _is_thin(part, batch * found) else None
+            model = _OfModel.of(part)
+            if lengths is LENGTHS or model.is_thin(batch * found, len(part.layers)):
+                return found
+            return None
     return None
 
 
-#: a model -> elements of its matrices
-_elements: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+@dataclass
+class _OfModel:
+    """What graphs of a model have together.
+
+    Attributes:
+        elements: of the matrices that a token is multiplied by.
+        is_mixture: whether these are not all that there are.
+        lock: held while a graph starts.
+        captured: those that have graphs.
+        pool: memory of these, which therefore run one after the other.
+        stream: on which the last one has started.
+    """
+
+    elements: int
+    is_mixture: bool
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    captured: weakref.WeakSet[ShortPrompts] = field(default_factory=weakref.WeakSet)
+    pool: Any = None
+    stream: Any = None
+
+    @classmethod
+    def of(cls, part: StepSource) -> _OfModel:
+        with _of_models_lock:
+            if (found := _of_models.get(part.module)) is None:
+                found = _of_models[part.module] = cls(*_elements(part))
+        return found
+
+    def is_thin(self, rows: int, layers: int) -> bool:
+        """Whether launches of so many rows take longer than their products."""
+        return self.elements * rows <= layers * (_OF_LAUNCHES_OF_EXPERTS if self.is_mixture else _OF_LAUNCHES)
 
 
-def _is_thin(part: StepSource, rows: int) -> bool:
-    """Whether launches of so many rows take longer than their products, of a mixture those with all experts."""
-    if (found := _elements.get(part.module)) is None:
-        found = 0
-        for module in part.module.modules():
-            if isinstance(module, nn.Embedding):
-                continue
-            if features := getattr(module, "in_features", 0) * getattr(module, "out_features", 0):
-                found += features  # also of quantized layers
-            else:
-                found += sum(each.numel() for each in module.parameters(recurse=False) if each.dim() > 1)
-        _elements[part.module] = found
-    return found * rows <= _OF_LAUNCHES * len(part.layers)
+_of_models: weakref.WeakKeyDictionary[nn.Module, _OfModel] = weakref.WeakKeyDictionary()
+_of_models_lock = threading.Lock()
+
+
+def _elements(part: StepSource) -> tuple[int, bool]:
+    config: Any = part.module.config
+    chosen = getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None) or 0
+    found, is_mixture = 0, False
+    for module in part.module.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        if features := getattr(module, "in_features", 0) * getattr(module, "out_features", 0):
+            found += features  # also of quantized layers
+            continue
+        for each in module.parameters(recurse=False):
+            if chosen and each.dim() == 3 and len(each) > chosen:
+                found, is_mixture = found + each[0].numel() * chosen, True
+            elif each.dim() > 1:
+                found += each.numel()
+    return found, is_mixture
 
 
 class SingleCalls:
@@ -118,7 +160,7 @@ class ShortPrompts:
         self._part, self._program, self._length = part, program, length
         self._graph: Any = None
         self._num_read = 0
-        self._stream: Any = None  # on which the graph ran last
+        self._of_model = _OfModel.of(part)
         with torch.inference_mode(False):
             self._tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
             self._positions = torch.zeros(batch, length, dtype=torch.long, device=device)
@@ -159,6 +201,10 @@ class ShortPrompts:
         Args:
             behind: the token that fills the prompt up; None for its last one.
         """
+        with self._of_model.lock:
+            return self._run(prompt, behind)
+
+    def _run(self, prompt: Prompt, behind: int | None) -> torch.Tensor:
         batch, count = prompt.tokens.shape
         self._wait()
         for memory, values in ((self._tokens, prompt.tokens), (self._positions, prompt.positions.expand(batch, -1))):
@@ -206,7 +252,13 @@ class ShortPrompts:
         Raises:
             RuntimeError: CUDA cannot capture something in them.
         """
-        self._graph = graph.capture(self._make_calls, self._tokens.device)
+        model = self._of_model
+        with model.lock:
+            others = list(model.captured)  # PyTorch lets no graph use memory whose last graph is gone
+            if not others:
+                model.pool = graph.new_pool(self._tokens.device)
+            self._graph = graph.capture(self._make_calls, self._tokens.device, model.pool)
+            model.captured.add(self)
 
     def _make_calls(self) -> None:
         attention = Attention(self._length, self._length, self._lengths, None)
@@ -218,10 +270,10 @@ class ShortPrompts:
         """Let the calls to come wait for the last prompt, which another thread may have read on another stream."""
         if self._tokens.device.type != "cuda":
             return
-        current = torch.cuda.current_stream(self._tokens.device)
-        if self._stream is not None and self._stream != current:
-            current.wait_stream(self._stream)
-        self._stream = current
+        current, model = torch.cuda.current_stream(self._tokens.device), self._of_model
+        if model.stream is not None and model.stream != current:
+            current.wait_stream(model.stream)
+        model.stream = current
 
     def _fill_angles(self) -> None:
         if not has_angles(self._part):
@@ -266,19 +318,23 @@ def _bytes_of(layers: Sequence[Any], length: int) -> int:
 
 
 def _take_from(calls: list[Call], last: Any) -> None:
-    """Let the call that takes the last token of all take the one that the register ``last`` says.
+    """Let calls that take the last token of all take the one that the register ``last`` says.
 
     Raises:
-        Unfit: there is no such call, or there are several.
+        Unfit: there is no such call, or one whose place is computed, or several of a list whose rows are no tokens.
     """
+    of_rows = [place for place, call in enumerate(calls) if call.op is composed.last_rows]
     found = [place for place, call in enumerate(calls) if _is_of_the_last(call)]
-    if len(found) != 1:
+    if len(found) + bool(of_rows) != 1:
         raise Unfit("no call takes the last token alone")
-    call = calls[found[0]]
-    if registers_in([value for name, value in call.arguments.items() if name != "self"]):
-        raise Unfit("a call whose place is computed")
-    taken = {"self": call.arguments["self"], "dim": 1, "index": last}
-    calls[found[0]] = replace(call, op=_aten.index_select.default, arguments=taken)
+    for place in found:
+        call = calls[place]
+        if registers_in([value for name, value in call.arguments.items() if name != "self"]):
+            raise Unfit("a call whose place is computed")
+        taken = {"self": call.arguments["self"], "dim": 1, "index": last}
+        calls[place] = replace(call, op=_aten.index_select.default, arguments=taken)
+    for place in of_rows:
+        calls[place] = replace(calls[place], op=composed.rows_at, arguments={**calls[place].arguments, "place": last})
 
 
 def _refuse_counting(call: Call, sizes: set[int]) -> None:

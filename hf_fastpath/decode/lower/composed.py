@@ -39,6 +39,11 @@ def last_rows(x: torch.Tensor, batch: int) -> torch.Tensor:
     return x.unflatten(0, (batch, -1))[:, -1]
 
 
+def rows_at(x: torch.Tensor, batch: int, place: torch.Tensor) -> torch.Tensor:
+    """Do as :func:`last_rows` with the row at ``place``, int64 [1], of each sequence."""
+    return x.unflatten(0, (batch, -1)).index_select(1, place)[:, 0]
+
+
 def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Put features side by side."""
     return torch.cat((q, k, v), dim=-1)

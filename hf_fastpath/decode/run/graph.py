@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 
@@ -49,11 +50,19 @@ def _turn(device: torch.device) -> Iterator[None]:
         yield
 
 
-def capture(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+def new_pool(device: torch.device) -> Any:
+    """Return memory for graphs of which one runs after the other."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def capture(run: Callable[[], None], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
     """Capture what ``run`` starts, which has run eagerly before, into a graph; the capture executes nothing.
 
     Kernels find the KV buffers and lengths through device memory, so the graph serves any cache, prompt length and
     growth.
+
+    Args:
+        pool: from :func:`new_pool`; None for memory of its own.
 
     Raises:
         RuntimeError: CUDA cannot capture something in it.
@@ -77,7 +86,7 @@ def capture(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGra
         collecting = gc.isenabled()
         gc.disable()
         try:
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 run()
                 graph.capture_end()
