@@ -1,10 +1,10 @@
 """Calls that a plan cannot serve, and loops of the user's own: a patched model beside stock, on small models.
 
     python benchmarks/bench_fallbacks.py --csv
-    python benchmarks/bench_fallbacks.py --models llama --sizes 2x128 12x512 --rounds 20
+    python benchmarks/bench_fallbacks.py --models llama --sizes 2x128 12x512 --rounds 40 --tokens 5 --csv
     python benchmarks/bench_fallbacks.py --models llama --sizes 32x4096 --dtype bf16 --device cuda --csv
 
-A size is layers x features. Each way to generate 24 tokens behind 16 runs in turns, stock and patched, every second
+A size is layers x features. Each way to generate ``--tokens`` behind 16 runs in turns, stock and patched, every second
 time in reverse order; times are medians, and "speed" is the median of stock's time by ours of each turn, with the 20th
 and the 80th percentile. "copy" is the same of a second unpatched model instead of ours: what it is off 1 says nothing
 of us. All three models are copies of one. Variants are what is done to all three before: nothing, a hook on a layer's
@@ -31,7 +31,7 @@ import hf_fastpath
 from hf_fastpath import compat
 from hf_fastpath.bench import measure
 
-PROMPT, NEW = 16, 24
+PROMPT = 16
 CONFIGS: dict[str, Callable[..., Any]] = {"llama": LlamaConfig, "glm4": Glm4Config}
 #: options of ``generate()`` for which stock's loop runs, and plain calls
 OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -55,26 +55,26 @@ def model_of(name: str, layers: int, width: int, dtype: torch.dtype, device: tor
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def generated(model: Any, ids: torch.Tensor, way: str) -> None:
-    model.generate(ids, max_new_tokens=NEW, do_sample=False, **OPTIONS[way](model))
+def generated(model: Any, ids: torch.Tensor, way: str, tokens: int) -> None:
+    model.generate(ids, max_new_tokens=tokens, do_sample=False, **OPTIONS[way](model))
 
 
 @torch.no_grad()
-def own_loop(model: Any, ids: torch.Tensor, way: str) -> None:
+def own_loop(model: Any, ids: torch.Tensor, way: str, tokens: int) -> None:
     """As people write it: one forward a token, over the cache that the first forward gives, or that is given."""
     given = {compat.CACHE: DynamicCache(config=model.config)} if way == "own loop, DynamicCache" else {}
-    for _ in range(NEW):
+    for _ in range(tokens):
         found = model(ids, use_cache=True, **given)
         given = {compat.CACHE: found[compat.CACHE]}
         ids = found.logits[:, -1:].argmax(-1)
 
 
 @torch.no_grad()
-def forward(model: Any, ids: torch.Tensor, way: str) -> None:
+def forward(model: Any, ids: torch.Tensor, way: str, tokens: int) -> None:
     model(ids, use_cache=False)
 
 
-WAYS: dict[str, Callable[[Any, torch.Tensor, str], None]] = dict.fromkeys(OPTIONS, generated)
+WAYS: dict[str, Callable[[Any, torch.Tensor, str, int], None]] = dict.fromkeys(OPTIONS, generated)
 WAYS |= {"own loop": own_loop, "own loop, DynamicCache": own_loop, "forward": forward}
 
 
@@ -101,7 +101,7 @@ if peft is not None:
 
 
 def rows_of(
-    name: str, size: str, variants: Sequence[str], rounds: int, dtype: str, device: torch.device
+    name: str, size: str, variants: Sequence[str], rounds: int, tokens: int, dtype: str, device: torch.device
 ) -> Iterator[list[dict[str, object]]]:
     """Yield a row as soon as a way has been timed."""
     layers, width = map(int, size.split("x"))
@@ -113,16 +113,16 @@ def rows_of(
         hf_fastpath.patch(models["ours"], quiet=True)
         for way in ways:
             full = f"{variant}, {way}" if variant != PLAIN else way
-            found = _row_of(models, ids, way, rounds)
-            yield [{"model": name, "size": size, "dtype": dtype, "way": full, **found}]
+            found = _row_of(models, ids, way, rounds, tokens)
+            yield [{"model": name, "size": size, "dtype": dtype, "tokens": tokens, "way": full, **found}]
 
 
-def _row_of(models: dict[str, Any], ids: torch.Tensor, way: str, rounds: int) -> dict[str, float]:
+def _row_of(models: dict[str, Any], ids: torch.Tensor, way: str, rounds: int, tokens: int) -> dict[str, float]:
     run = WAYS[way]
     times: dict[str, list[float]] = {which: [] for which in models}
     for turn in range(rounds + 2):
         for which in list(models)[:: 1 if turn % 2 else -1]:
-            seconds = measure.seconds(partial(run, models[which], ids, way), ids.device)
+            seconds = measure.seconds(partial(run, models[which], ids, way, tokens), ids.device)
             if turn > 1:  # the first two turns record, build and capture
                 times[which].append(seconds)
     found = {f"{which}_ms": round(1000 * measure.Spread.of(times[which]).p50, 3) for which in ("stock", "ours")}
@@ -142,11 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=list(CONFIGS), choices=CONFIGS)
     parser.add_argument("--sizes", nargs="+", default=["2x128", "6x256", "12x512"])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--tokens", type=int, default=24, help="with few, turns are short, and noise evens out")
     parser.add_argument("--dtype", choices=measure.DTYPES, default="fp32")
     given = parser.parse_args(argv)
     if given.rounds < 2:
         parser.error("--rounds has to be 2 at least: one turn has no percentiles")
-    others = given.variants, given.rounds, given.dtype, torch.device(given.device)
+    others = given.variants, given.rounds, given.tokens, given.dtype, torch.device(given.device)
     groups = (group for name in given.models for size in given.sizes for group in rows_of(name, size, *others))
     measure.print_groups(groups, text_of, given, "fallbacks")
     return 0

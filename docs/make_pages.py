@@ -36,6 +36,7 @@ from measured_tables import (  # noqa: E402
     markdown_table,
     measured,
     over_gpus,
+    published_first_tokens,
     rows_of,
 )
 
@@ -303,6 +304,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         ),
         "golden matrix": golden_matrix,
         "first tokens": first_tokens,
+        "published first tokens": published_first_tokens,
     },
 }
 

@@ -47,6 +47,22 @@ def first_tokens() -> str:
     return f"{table}\n\n{told} {one['transformers']}, {one['dtype']}, {one['date']}."
 
 
+def published_first_tokens() -> str:
+    """Return a table of first tokens of published models on a GPU: a prompt a line, the newest row of each."""
+    found = [row for row in rows_of(DATA / "first_token_h200.csv") if row["size"] == "published"]
+    newest = {(row["type"], int(row["batch"]), int(row["prompt"])): row for row in found}
+    columns = ["model", "prompt", "stock, ms", "ours, ms", "times faster", "patch() and first call, s"]
+    lines = []
+    for (name, batch, length), row in sorted(newest.items()):
+        once = (float(row["patch_ms"]) + float(row["first_ms"])) / 1000
+        times = [f"{float(row[key]):,.1f}" for key in ("stock_ms", "ours_ms")]
+        prompt = f"{length:,}" if batch == 1 else f"{batch} x {length:,}"
+        lines.append([name, prompt, *times, f"{float(row['speed']):.2f}", f"{once:.1f}"])
+    one = found[-1]
+    told = f"{one['device']}, torch {one['torch']}, transformers {one['transformers']}, {one['dtype']}, {one['date']}."
+    return f"{markdown_table(columns, lines)}\n\n{told}"
+
+
 @dataclass(frozen=True)
 class Work:
     """A line of a machine's table: work for which a CSV of ``benchmarks/data`` has rows.

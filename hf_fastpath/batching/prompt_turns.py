@@ -6,6 +6,8 @@ tells how much of their speed the rows have kept: all of it where steps run on o
 all cores. If that was less than half, the reader waits until it is half: as long as the chunk has taken where rows
 stood still. Where more prompts wait than rows go on, as at the beginning of many calls, rows have that much less.
 
+Short prompts that wait when one is read are read together with it, where a graph reads several.
+
 On a GPU, steps stand still while a prompt is read that takes no longer than a few of them: its launches and theirs
 would wait for each other, and it took up to ten times as long (H200, 118 ms instead of 10).
 """
@@ -17,13 +19,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..decode.loops.call_scope import Cancelled, scope_here
+from ..decode.loops.prompt_turns import ShortText
 from ..decode.run.to_host import wait_for
 
 #: tokens of a chunk at least: with fewer, products of a CPU take longer for each token, and on a GPU the launches of a
@@ -60,6 +63,7 @@ class SharedTurns:
     def __init__(self, sharing: Any):
         self._sharing = sharing
         self._one = threading.Lock()
+        self._waiting: list[ShortText] = []
         self._changed = threading.Condition(sharing.lock)
         self.calls = 0
         self.blocks_steps = False
@@ -73,20 +77,48 @@ class SharedTurns:
     # ---- for who reads a prompt -------------------------------------------------------------------------------
 
     @contextmanager
-    def prompt(self) -> Iterator[SharedTurns]:
+    def prompt(self, text: ShortText | None = None) -> Iterator[SharedTurns]:
         """Read a prompt, for the length of a ``with`` block.
 
         Two threads that start as many small kernels hand the GIL to each other at each of them, and take ten times as
         long as one after the other.
+
+        Args:
+            text: the prompt, if another call may read it meanwhile: it has logits then.
         """
         with self._sharing.lock:
             self.calls += 1
+            if text is not None:
+                self._waiting.append(text)
         try:
             with self._one:
+                self._waits_no_more(text)
                 yield self
         finally:
+            self._waits_no_more(text)
             with self._sharing.lock:
                 self.calls -= 1
+
+    def _waits_no_more(self, text: ShortText | None) -> None:
+        with self._sharing.lock:
+            if text in self._waiting:
+                self._waiting.remove(text)
+
+    @contextmanager
+    def others(self, mine: ShortText, fits: Callable[[Sequence[ShortText]], bool]) -> Iterator[Sequence[ShortText]]:
+        """See ``decode.loops.prompt_turns.PromptTurns``."""
+        taken: list[ShortText] = []
+        with self._sharing.lock:
+            for each in list(self._waiting):
+                is_alike = each.part is mine.part and each.stream == mine.stream
+                if is_alike and each.cache.kv_dtype == mine.cache.kv_dtype and fits([mine, *taken, each]):
+                    taken.append(each)
+                    self._waiting.remove(each)
+        try:
+            yield taken
+        finally:
+            with self._sharing.lock:
+                self._waiting += [each for each in taken if each.logits is None]
 
     def chunk_size(self, device: torch.device, batch: int, length: int) -> int | None:
         """See ``decode.loops.prompt_turns.PromptTurns``."""
@@ -103,7 +135,7 @@ class SharedTurns:
         return max(1, min(MOST, least * 2 ** round(math.log2(size / least))) // batch)
 
     @contextmanager
-    def chunk(self, device: torch.device, count: int, is_first: bool = True) -> Iterator[None]:
+    def chunk(self, device: torch.device, count: int, is_first: bool = True, prompts: int = 1) -> Iterator[None]:
         """See ``decode.loops.prompt_turns.PromptTurns``.
 
         Raises:
@@ -111,7 +143,7 @@ class SharedTurns:
         """
         scope = scope_here()
         try:
-            is_shared = self._wait_for_turn(device, count, is_first)
+            is_shared = self._wait_for_turn(device, count // prompts, is_first)
             if scope is not None and scope.is_cancelled:
                 raise Cancelled
             started, before = time.perf_counter(), self.steps

@@ -89,6 +89,8 @@ class RecordedPrompts:
         looked_at: the model's values, of which recordings are.
     """
 
+    any_batch = False  # a recording is of so many sequences
+
     def __init__(self, part: Any, looked_at: LookedAt):
         self._part, self._looked_at = part, looked_at
         #: number of sequences, whether prompts begin their texts -> what is recorded and proven

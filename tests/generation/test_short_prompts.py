@@ -16,7 +16,7 @@ from torch import nn
 import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE
-from hf_fastpath.decode.loops import short_prompts
+from hf_fastpath.decode.loops import graphs_of_model, prompt_lists, short_prompts
 from hf_fastpath.decode.run import graph
 
 
@@ -33,19 +33,19 @@ class Readers:
     def __init__(self, monkeypatch, device):
         self.made: list[int] = []
         self.read: list[int] = []
-        made, run = short_prompts.ShortPrompts.capture, short_prompts.ShortPrompts.run
+        made, run = short_prompts.ShortPrompts.capture, short_prompts.ShortPrompts._run
 
         def capture(reader):
             self.made.append(reader._length)
             made(reader)
 
-        def noted(reader, prompt, *behind):
+        def noted(reader, prompts, *behind):
             if reader._graph is not None:
-                self.read.append(prompt.tokens.shape[1])
-            return run(reader, prompt, *behind)
+                self.read += [prompt.tokens.shape[1] for prompt in prompts]
+            return run(reader, prompts, *behind)
 
         monkeypatch.setattr(short_prompts.ShortPrompts, "capture", capture)
-        monkeypatch.setattr(short_prompts.ShortPrompts, "run", noted)
+        monkeypatch.setattr(short_prompts.ShortPrompts, "_run", noted)
         monkeypatch.setattr(short_prompts, "DTYPES", {torch.float32, *short_prompts.DTYPES})  # for tokens like stock's
         if device.type == "cpu":
             monkeypatch.setattr(short_prompts, "DEVICES", {"cpu"})
@@ -169,7 +169,7 @@ def test_longer_prompts_of_thin_models(device, readers, monkeypatch):
     for seed, length in enumerate((700, 768, 601)):
         _same(stock, ours, prompt(device, 1, length, seed=seed))
     assert readers.made == [768] and readers.read == [768, 601]
-    monkeypatch.setattr(short_prompts, "_OF_LAUNCHES", 1.0)
+    monkeypatch.setattr(graphs_of_model, "_OF_LAUNCHES", 1.0)
     for seed, length in enumerate((900, 901, 601)):
         _same(stock, ours, prompt(device, 1, length, seed=seed))
     assert readers.made == [768] and readers.read == [768, 601], "no more of these than what launches are worth"
@@ -285,13 +285,21 @@ def test_memory_that_is_short(device, readers, monkeypatch):
 def test_graphs_that_are_too_many(device, readers, monkeypatch):
     """The one that was not used for longest goes, and comes back if it is asked for again."""
     stock, ours = fresh("llama", device)
-    programs = []
-    lengths = (30, 30, 60, 60, 60, 30, 30, 30)
-    for seed, length in enumerate(lengths):
+    monkeypatch.setattr(prompt_lists, "MAX_PROGRAMS", 1)
+    for seed, length in enumerate((30, 30, 60, 60, 60, 30, 30, 30)):
         _same(stock, ours, prompt(device, 1, length, seed=seed))
         programs = vars(ours)["_hf_fastpath"].plans.snapshot.prompt_programs.values()
-        graphs = [each for each in programs if isinstance(each, short_prompts.ShortPrompts)]
-        if graphs:
-            monkeypatch.setattr(short_prompts, "ALL_BYTES", max(each.num_bytes for each in graphs))
-        assert len(graphs) <= 1 or seed == 3
-    assert readers.made[0] == 32 and readers.made.count(32) == 2
+        assert sum(isinstance(each, short_prompts.ShortPrompts) for each in programs) == 1
+    assert readers.made == [32, 64, 32]
+
+
+def test_graphs_of_a_model_have_one_memory(device, readers):
+    """Also that of a text that is longer than all before, which then has more."""
+    stock, ours = fresh("llama", device)
+    for seed, length in enumerate((30, 500, 30, 500, 30, 700, 700, 30, 500, 700)):
+        _same(stock, ours, prompt(device, 1 + (seed == 9), length, seed=seed))
+    programs = vars(ours)["_hf_fastpath"].plans.snapshot.prompt_programs.values()
+    held = [each._held()[0].untyped_storage() for each in programs if isinstance(each, short_prompts.ShortPrompts)]
+    layer = ours.config.num_key_value_heads * ours.config.head_dim * 4
+    assert len(held) == 4 and {each.nbytes() // layer for each in held} == {512, 768, 1536}
+    assert len({each.data_ptr() for each in held}) == 3, "of 32 and of 512 tokens"

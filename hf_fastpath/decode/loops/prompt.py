@@ -16,27 +16,22 @@ import torch
 
 from ... import compat
 from ...cache.fastpath_cache import FastpathCache
-from ...cache.layer import FastpathLayer
 from ...native.heap import reading_prompt
 from ...ops.decode_attention import MAX_QUERY_LEN
-from ...ops.gemv import MAX_ROWS, MAX_WGMMA_ROWS
-from ..plans.angles import angles_at, has_angles
 from ..plans.draft_plan import DraftPlan, DraftReader, moves_windows
 from ..plans.plan_cache import PlanCache
 from ..sources.step_source import StepSource
-from . import multimodal, short_prompts
+from . import multimodal
 from .generate_calls import position_ids_of
 from .prefixes import PrefixCall, Prefixes
-from .prompt_program import Prompt, PromptProgram, keys_and_values, states_of
-from .prompt_turns import ALONE, PromptTurns
+from .prompt_lists import continues, is_readable, read, read_with_others, short_text
+from .prompt_program import Prompt
+from .prompt_turns import ALONE, PromptTurns, ShortText
 
 _aten = torch.ops.aten
 
 #: devices on which a plan is one launch, while a program is one launch for every call
 _CAPTURES = frozenset({"cuda"})
-#: programs kept for one model; there is one for each size of prompt that kernels for a few rows take, and one for each
-#: length of ``short_prompts``
-MAX_PROGRAMS = 32
 
 
 def repeats(tokens: torch.Tensor, count: int | None, cache: FastpathCache) -> int:
@@ -48,104 +43,6 @@ def repeats(tokens: torch.Tensor, count: int | None, cache: FastpathCache) -> in
         return 1
     groups = tokens.unflatten(0, (-1, count))
     return count if bool((groups == groups[:, :1]).all()) else 1
-
-
-def _continues(cache: FastpathCache, prompt: Prompt) -> bool:
-    """Whether there are new tokens, and their rows are those of what ``cache`` holds."""
-    batch, query_len = prompt.tokens.shape
-    if prompt.positions.shape[-1] != query_len or query_len == 0:
-        return False
-    if not cache.get_seq_length():
-        return cache.holds_nothing
-    batches = [layer.batch_size for layer in cache.key_layers]
-    batches += [len(state) for layer in cache.state_layers for state in layer.states]
-    return set(batches) == {batch}
-
-
-def is_readable(part: StepSource, cache: FastpathCache, prompt: Prompt, size: int | None = None) -> bool:
-    """Whether :func:`read` can take the prompt, in chunks of ``size``; else stock code has to."""
-    if not _continues(cache, prompt):
-        return False
-    past = cache.get_seq_length()
-    for chunk in prompt.chunks(size):
-        if _form(part, chunk, past) is None:
-            return False
-        past += chunk.tokens.shape[1]
-    return True
-
-
-def _wraps(layer: Any, length: int) -> bool:
-    """Whether a layer has no room for so many positions: it keeps those of a window."""
-    return isinstance(layer, FastpathLayer) and layer.is_sliding and length > layer.capacity
-
-
-def _form(part: StepSource, prompt: Prompt, past: int) -> Any:
-    batch, query_len = prompt.tokens.shape
-    if past and any(kind.states for kind in part.kinds) and not bool((prompt.positions[:, 0] == past).all()):
-        return None  # a text from its beginning, of which a model's own code may begin with other states
-    return part.prompts.form(prompt.tokens.device, (batch, query_len), past, prompt.starts is not None)
-
-
-def _program_of(part: StepSource, form: Any, batch: int, length: int, memory: tuple) -> PromptProgram | None:
-    """Return the calls for whole prompts of so many tokens, or None if these are not read as those of ``form`` are."""
-    if part.prompts.form(part.embedding.weight.device, (batch, length), 0, False) is not form:
-        return None
-    return PromptProgram(part, form, False, min(batch * length, MAX_WGMMA_ROWS + 1), batch, False, *memory)
-
-
-def read(part: StepSource, cache: FastpathCache, prompt: Prompt, programs: dict[tuple, Any]) -> torch.Tensor:
-    """Run the model over the prompt and append it to ``cache``.
-
-    Args:
-        part: the model, without a reason against a decode plan.
-        cache: of the same batch, or empty.
-        prompt: one that :func:`is_readable`.
-        programs: the programs of earlier calls of this model as it is now. A program in use is taken out, and a missing
-            one is added.
-
-    Returns:
-        [batch, vocab_size] logits of the token that follows.
-    """
-    batch, query_len = prompt.tokens.shape
-    past, dtype, device = cache.get_seq_length(), part.embedding.weight.dtype, prompt.tokens.device
-    form = _form(part, prompt, past)
-    part.prompts.begin(form)
-    if not past:
-        part.prompts.prepare(cache, batch)
-    cache.reserve(query_len)
-    lengths = torch.full((batch,), past + query_len, dtype=torch.int32, device=device)
-    starts = None if prompt.starts is None else prompt.starts.to(torch.int32)
-    rows = batch * query_len
-    # a few tokens of a conversation take one pass over the weights, as one token does
-    at_once = device.type == "cpu" and rows <= MAX_ROWS
-    layers = cache.layers[: len(part.layers)]
-    memory = tuple(keys_and_values(each).names() for each in layers), tuple(len(states_of(each)) for each in layers)
-    wrapped = tuple(place for place, layer in enumerate(layers) if _wraps(layer, query_len))
-    how = at_once, min(rows, MAX_WGMMA_ROWS + 1), batch, starts is not None, *memory, wrapped
-    length = short_prompts.length_of(part, prompt, past)
-    short = None
-    if length is not None and (short := programs.pop((of_short := (id(form), batch, length, *memory)), None)) is None:
-        of_length = functools.partial(_program_of, part, form, batch, length, memory)
-        short = short_prompts.reader_of(part, prompt, layers, length, of_length)
-    if isinstance(short, short_prompts.ShortPrompts):
-        logits = short.read(prompt)
-        short.store(cache, query_len)
-    else:
-        program = programs.pop((key := (id(form), *how)), None) or PromptProgram(part, form, *how)
-        angles = {}
-        if has_angles(part):
-            angles = angles_at(part, torch.empty(0, dtype=dtype, device=device), prompt.positions)
-        logits = program.run(prompt, past, lengths, starts, cache, angles)
-        programs[key] = program
-    if short is not None:
-        programs[of_short] = short
-        short_prompts.forget_oldest(programs)
-    for oldest in list(programs)[:-MAX_PROGRAMS]:
-        programs.pop(oldest, None)  # None: another thread may have taken it
-    cache.advance(query_len)
-    for layer in cache.state_layers:
-        layer.pass_prompt()
-    return logits
 
 
 def read_turn(
@@ -165,7 +62,7 @@ def read_turn(
         return None
     if moves_windows(part, past):
         return None
-    if not _continues(cache, prompt) or part.drafts_reason(past, past + 1) is not None:
+    if not continues(cache, prompt) or part.drafts_reason(past, past + 1) is not None:
         return None
     tokens, positions = torch.cat((prompt.tokens, prompt.positions)).tolist()
     if positions != list(range(positions[0], positions[0] + count)):
@@ -190,10 +87,35 @@ def _read_in_turns(
     elif not is_readable(part, cache, given, asked):
         return None
     logits, programs = None, plans.prompt_programs_of(part)
+    if (mine := short_text(part, cache, given)) is not None and asked is None:
+        logits = read_with_others(mine, programs, turns)
+    if logits is not None:
+        return logits
     for number, chunk in enumerate(given.chunks(size)):
         with turns.chunk(device, chunk.tokens.numel(), number == 0), compat.below_autograd():
             logits = read(part, cache, chunk, programs)
     return logits
+
+
+def text_that_may_wait(
+    part: StepSource, ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None
+) -> ShortText | None:
+    """Return the prompt of a call as one that another call may read with its own, or None."""
+    cache = model_kwargs[compat.CACHE]
+    if not part.prompts.any_batch or cache.get_seq_length() or config.prefill_chunk_size:
+        return None
+    if multimodal.has_more_than_tokens(part, model_kwargs) or repeats(ids, config.num_return_sequences, cache) > 1:
+        return None
+    if starts is not None and starts.any():
+        return None
+    return short_text(part, cache, _prompt_of(ids, config, model_kwargs, None))
+
+
+def _prompt_of(ids: torch.Tensor, config: Any, model_kwargs: dict, starts: torch.Tensor | None) -> Prompt:
+    """Return the new tokens of a call of ``generate()``."""
+    tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
+    positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
+    return Prompt(tokens, positions, starts)
 
 
 def read_again(
@@ -314,10 +236,8 @@ class _Texts:
         """Do as :func:`read_text` for every sequence."""
         part, ids, config, model_kwargs = self.part, self.ids, self.config, self.model_kwargs
         cache = model_kwargs[compat.CACHE]
-        tokens = compat.new_tokens(ids, config, model_kwargs).long()  # int32 is fine with stock, too
-        positions = position_ids_of(ids, config, model_kwargs)[:, -tokens.shape[1] :].long()
-        given = Prompt(tokens, positions, self.starts)
-        device, turns = tokens.device, self.turns
+        given = _prompt_of(ids, config, model_kwargs, self.starts)
+        tokens, device, turns = given.tokens, given.tokens.device, self.turns
         size = self.config.prefill_chunk_size
         is_turn = device.type in _CAPTURES and cache.get_seq_length() and tokens.shape[1] <= MAX_QUERY_LEN
         with turns.chunk(device, max(1, tokens.numel())) if is_turn else nullcontext():

@@ -44,6 +44,11 @@ class Prompt:
         for tokens, positions in zip(self.tokens.split(size, dim=1), self.positions.split(size, dim=1)):
             yield Prompt(tokens, positions, self.starts)
 
+    def of_batch(self, count: int) -> Prompt:
+        """Return a prompt of ``count`` sequences without padding: those of this one, again and again."""
+        rows = torch.arange(count, device=self.tokens.device) % len(self.tokens)
+        return Prompt(self.tokens[rows], self.positions.expand(len(self.tokens), -1)[rows], None)
+
 
 def keys_and_values(layer: Any) -> KVCache:
     """Return where a layer of a cache keeps keys and values; nowhere if it keeps states alone."""

@@ -179,11 +179,15 @@ class _Loop(TokensAhead):
         if self.shared is not None:
             self.shared.enter(part, cache, self)
         takes_turns = self.shared is not None or self.scope is not None
-        with state.sharing.prompts.prompt() if takes_turns else nullcontext(ALONE) as turns:
-            prefixes = state.prefixes
-            if prefixes is None and self.shared is not None and self.scope is not None:
-                prefixes = self.scope.prefixes()
-            next_logits, prefix = prompt.read_text(state.plans, *given, prefixes, turns, self.rows is not None)
+        prefixes = state.prefixes
+        if prefixes is None and self.shared is not None and self.scope is not None:
+            prefixes = self.scope.prefixes()
+        may_wait = takes_turns and prefixes is None and self.rows is None
+        mine = prompt.text_that_may_wait(part, self.ids, self.config, model_kwargs, starts) if may_wait else None
+        with state.sharing.prompts.prompt(mine) if takes_turns else nullcontext(ALONE) as turns:
+            next_logits, prefix = None if mine is None else mine.logits, None
+            if next_logits is None:
+                next_logits, prefix = prompt.read_text(state.plans, *given, prefixes, turns, self.rows is not None)
             if prefix is not None and self.shared is not None:
                 prefix.keep_prompt()
         if state.prefixes is None:

@@ -2,23 +2,19 @@
 
 A graph reads prompts of one length, so there are graphs for a few lengths, and a shorter prompt is filled up on the
 right with tokens that no token of the prompt sees. Keys and values go into memory of the graph, and from there into the
-cache of the call.
+cache of the call. The sequences of a graph may be prompts of several calls.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ... import compat
 from ...cache.fastpath_cache import FastpathCache
-from ...ops.kv_cache import KVCache
 from ..calls.named_calls import Call, registers_in
 from ..lower import composed
 from ..lower.attend import Attention
@@ -27,9 +23,13 @@ from ..lower.prepared_inputs import mixes_rows
 from ..plans.angles import angles_at, has_angles
 from ..run import graph
 from ..sources.step_source import StepSource
-from .prompt_program import Prompt, PromptProgram, keep_newest, keys_and_values
+from .graphs_of_model import GraphsOfModel, Unfit, buffers_of, bytes_of
+from .prompt_program import Prompt, PromptProgram, keep_newest
 
 _aten = torch.ops.aten
+
+#: a cache, and a prompt that goes into it
+Text = tuple[FastpathCache, Prompt]
 
 #: devices on which a graph is one launch
 DEVICES = frozenset({"cuda"})
@@ -40,14 +40,8 @@ DTYPES = frozenset({torch.float16, torch.bfloat16})
 LENGTHS = 32, 64, 96, 128, 192, 256, 384, 512
 #: further lengths, for models of which a token takes so few weights a layer that kernels still take less time
 LENGTHS_OF_THIN = 768, 1024, 1536, 2048
-#: multiplications of a layer that take as long as a GPU of 400 TFLOP/s waits for the layer's launches
-_OF_LAUNCHES = 70e9
-#: the same of a layer with experts, which has three times as many launches
-_OF_LAUNCHES_OF_EXPERTS = 175e9
 #: bytes of keys and values of a graph at most
 MOST_BYTES = 128 << 20
-#: the same of all graphs of a model together
-ALL_BYTES = 256 << 20
 #: with which prompt of a length its calls are captured; a capture takes as long as reading a few prompts
 CAPTURED_WITH = 2
 #: arguments that say how large a tensor is, or where it ends
@@ -68,73 +62,27 @@ def length_of(part: StepSource, prompt: Prompt, past: int) -> int | None:
     for lengths in (LENGTHS, LENGTHS_OF_THIN):
         found = next((each for each in lengths if count <= each and batch * each <= lengths[-1]), None)
         if found is not None:
-            model = _OfModel.of(part)
+            model = GraphsOfModel.of(part)
             if lengths is LENGTHS or model.is_thin(batch * found, len(part.layers)):
                 return found
             return None
     return None
 
 
-@dataclass
-class _OfModel:
-    """What graphs of a model have together.
-
-    Attributes:
-        elements: of the matrices that a token is multiplied by.
-        is_mixture: whether these are not all that there are.
-        lock: held while a graph starts.
-        captured: those that have graphs.
-        pool: memory of these, which therefore run one after the other.
-        stream: on which the last one has started.
-    """
-
-    elements: int
-    is_mixture: bool
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    captured: weakref.WeakSet[ShortPrompts] = field(default_factory=weakref.WeakSet)
-    pool: Any = None
-    stream: Any = None
-
-    @classmethod
-    def of(cls, part: StepSource) -> _OfModel:
-        with _of_models_lock:
-            if (found := _of_models.get(part.module)) is None:
-                found = _of_models[part.module] = cls(*_elements(part))
-        return found
-
-    def is_thin(self, rows: int, layers: int) -> bool:
-        """Whether launches of so many rows take longer than their products."""
-        return self.elements * rows <= layers * (_OF_LAUNCHES_OF_EXPERTS if self.is_mixture else _OF_LAUNCHES)
+def shape_together(prompts: Sequence[Prompt]) -> tuple[int, int] | None:
+    """Return the sequences and their length of a graph that reads prompts of several calls, or None: they are too many
+    tokens. There are few such shapes."""
+    batch = _power_of_two(sum(len(each.tokens) for each in prompts))
+    length = max(LENGTHS[0], _power_of_two(max(each.tokens.shape[1] for each in prompts)))
+    return (batch, length) if batch * length <= LENGTHS[-1] else None
 
 
-_of_models: weakref.WeakKeyDictionary[nn.Module, _OfModel] = weakref.WeakKeyDictionary()
-_of_models_lock = threading.Lock()
-
-
-def _elements(part: StepSource) -> tuple[int, bool]:
-    config: Any = part.module.config
-    chosen = getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None) or 0
-    found, is_mixture = 0, False
-    for module in part.module.modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        if features := getattr(module, "in_features", 0) * getattr(module, "out_features", 0):
-            found += features  # also of quantized layers
-            continue
-        for each in module.parameters(recurse=False):
-            if chosen and each.dim() == 3 and len(each) > chosen:
-                found, is_mixture = found + each[0].numel() * chosen, True
-            elif each.dim() > 1:
-                found += each.numel()
-    return found, is_mixture
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 class SingleCalls:
     """Stands for a reader where single calls read prompts of a length as they come."""
-
-
-class Unfit(Exception):
-    """A list of calls that a graph cannot make for shorter prompts as well."""
 
 
 class ShortPrompts:
@@ -146,10 +94,7 @@ class ShortPrompts:
         program: the calls for such prompts, which have not run yet.
         batch: sequences.
         length: tokens of a sequence.
-        like: the layers of a cache that has room for a prompt.
-
-    Attributes:
-        num_bytes: of its keys and values.
+        like: the layers of a cache that has room for a prompt of any number of sequences.
 
     Raises:
         Unfit: the calls take more than the last token from the end, or wait for what the GPU has computed.
@@ -160,16 +105,18 @@ class ShortPrompts:
         self._part, self._program, self._length = part, program, length
         self._graph: Any = None
         self._num_read = 0
-        self._of_model = _OfModel.of(part)
+        self._of_model = GraphsOfModel.of(part)
+        usual = LENGTHS[-1] if bytes_of(like, 1, LENGTHS[-1]) <= MOST_BYTES else 0
         with torch.inference_mode(False):
             self._tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
             self._positions = torch.zeros(batch, length, dtype=torch.long, device=device)
-            self._last = torch.zeros(1, dtype=torch.long, device=device)
+            self._last = torch.zeros(batch, dtype=torch.long, device=device)
             self._lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
-            self._memory = [_memory_of(layer, length) for layer in like]
+            buffers = [buffers_of(layer) for layer in like]
+            self._shared = self._of_model.memory_for(buffers, batch * length, usual)
+            self._memory = self._shared.views(buffers, batch, length)
             self._angles: dict[Any, tuple[torch.Tensor, ...]] = {}
         self._logits: torch.Tensor | None = None
-        self.num_bytes = _bytes_of(like, length)
         for call in program.program.calls:
             _refuse_counting(call, program.size_registers)
             if waits_for_choice(call):
@@ -186,33 +133,36 @@ class ShortPrompts:
         half = max(1, prompt.tokens.shape[1] // 2)
         cut = Prompt(prompt.tokens[:, :half], prompt.positions[:, :half], None)
         found = []
-        for behind in (0, self._part.num_embeddings - 1):
-            logits = self.run(cut, behind)
-            found.append([logits, *(each[:, :, :half].clone() for each in self._held())])
+        with self._of_model.lock:
+            for behind in (0, self._part.num_embeddings - 1):
+                logits = self._run([cut], behind)
+                found.append([logits, *(each[:, :, :half].clone() for each in self._held())])
         return all(map(torch.equal, *found))
 
     def _held(self) -> list[torch.Tensor]:
         """Return keys and values of each layer that has them, in turns."""
         return [each for memory in self._memory if memory.k is not None for each in (memory.k, memory.v)]
 
-    def run(self, prompt: Prompt, behind: int | None = None) -> torch.Tensor:
-        """Return [batch, vocab_size] logits of the token that follows a prompt.
+    def _run(self, prompts: Sequence[Prompt], behind: int | None = None) -> torch.Tensor:
+        """Return [batch, vocab_size] logits of the token that follows each sequence of prompts. The caller holds the
+        lock of the model.
 
         Args:
-            behind: the token that fills the prompt up; None for its last one.
+            prompts: of no more sequences together than there are; those behind them may be anything.
+            behind: the token that fills the prompts up; None for the last one of each.
         """
-        with self._of_model.lock:
-            return self._run(prompt, behind)
-
-    def _run(self, prompt: Prompt, behind: int | None) -> torch.Tensor:
-        batch, count = prompt.tokens.shape
         self._wait()
-        for memory, values in ((self._tokens, prompt.tokens), (self._positions, prompt.positions.expand(batch, -1))):
-            memory[:, :count].copy_(values)
-            memory[:, count:] = values[:, -1:]  # tokens and positions that the model knows
-        if behind is not None:
-            self._tokens[:, count:] = behind
-        self._last.fill_(count - 1)
+        row = 0
+        for prompt in prompts:
+            batch, count = prompt.tokens.shape
+            rows, row = slice(row, row + batch), row + batch
+            positions = prompt.positions.expand(batch, -1)
+            for memory, values in ((self._tokens[rows], prompt.tokens), (self._positions[rows], positions)):
+                memory[:, :count].copy_(values)
+                memory[:, count:] = values[:, -1:]  # tokens and positions that the model knows
+            if behind is not None:
+                self._tokens[rows, count:] = behind
+            self._last[rows] = count - 1
         self._fill_angles()
         if self._graph is None:
             self._make_calls()
@@ -221,8 +171,9 @@ class ShortPrompts:
         assert self._logits is not None
         return self._logits.clone()
 
-    def read(self, prompt: Prompt) -> torch.Tensor:
-        """Do as :meth:`run` with a prompt of a caller, which may be the one whose calls are captured."""
+    def read(self, texts: Sequence[Text]) -> torch.Tensor:
+        """Return [batch, vocab_size] logits of the token that follows each sequence of prompts, and put keys and values
+        of each prompt into its cache, which has room for them. The prompts' calls may be those that are captured."""
         self._num_read += 1
         if self._num_read == CAPTURED_WITH:
             try:
@@ -231,18 +182,24 @@ class ShortPrompts:
                 self._num_read = 0
             except RuntimeError:  # CUDA cannot capture something in them, which is then called from Python
                 pass
-        return self.run(prompt)
+        with self._of_model.lock:
+            logits, row = self._run([prompt for _, prompt in texts]), 0
+            for cache, prompt in texts:
+                self._store(cache, prompt.tokens.shape[1], row)
+                row += len(prompt.tokens)
+        return logits
 
-    def store(self, cache: FastpathCache, count: int) -> None:
-        """Put keys and values of the last prompt, which had so many tokens, into a cache with room for them."""
-        buffers = [each for layer in cache.layers[: len(self._memory)] for each in _buffers_of(layer)]
+    def _store(self, cache: FastpathCache, count: int, row: int) -> None:
+        """Put keys and values of ``count`` tokens of the last prompts, from a row on, into a cache."""
+        buffers = [each for layer in cache.layers[: len(self._memory)] for each in buffers_of(layer)]
         to, read = [], []
         for buffer, held in zip(buffers, self._held()):
+            new = held[row : row + len(buffer), :, :count]
             if count <= buffer.shape[2]:
                 to.append(buffer[:, :, :count])
-                read.append(held[:, :, :count])
+                read.append(new)
             else:  # of a window that ends inside of the prompt
-                keep_newest(buffer, held[:, :, :count])
+                keep_newest(buffer, new)
         if to:
             torch._foreach_copy_(to, read)
 
@@ -287,38 +244,8 @@ class ShortPrompts:
                 memory.copy_(values)
 
 
-def _memory_of(layer: Any, length: int) -> KVCache:
-    """Return memory for keys and values like those of a layer of a cache.
-
-    Raises:
-        Unfit: the layer keeps more than these.
-    """
-    if not (buffers := _buffers_of(layer)):
-        return KVCache(None, None)
-    k, v = (each.new_empty(*each.shape[:2], length, *each.shape[3:]) for each in buffers)
-    return KVCache(k, v)
-
-
-def _buffers_of(layer: Any) -> list[torch.Tensor]:
-    """Return the buffers for keys and values that a layer of a cache has; none if it keeps states alone.
-
-    Raises:
-        Unfit: it has scales or pages.
-    """
-    held = keys_and_values(layer)
-    if held.names() not in ((), ("k", "v")):
-        raise Unfit("a cache with scales or pages")
-    return [getattr(held, name) for name in held.names()]
-
-
-def _bytes_of(layers: Sequence[Any], length: int) -> int:
-    """Return how much memory keys and values of ``length`` tokens take in layers of a cache."""
-    buffers = [each for layer in layers for each in _buffers_of(layer)]
-    return sum(each[:, :, :1].numel() * each.element_size() * length for each in buffers)
-
-
 def _take_from(calls: list[Call], last: Any) -> None:
-    """Let calls that take the last token of all take the one that the register ``last`` says.
+    """Let calls that take the last token of each sequence take the one at the place that the register ``last`` has.
 
     Raises:
         Unfit: there is no such call, or one whose place is computed, or several of a list whose rows are no tokens.
@@ -331,10 +258,9 @@ def _take_from(calls: list[Call], last: Any) -> None:
         call = calls[place]
         if registers_in([value for name, value in call.arguments.items() if name != "self"]):
             raise Unfit("a call whose place is computed")
-        taken = {"self": call.arguments["self"], "dim": 1, "index": last}
-        calls[place] = replace(call, op=_aten.index_select.default, arguments=taken)
+        calls[place] = replace(call, op=composed.token_at, arguments={"x": call.arguments["self"], "place": last})
     for place in of_rows:
-        calls[place] = replace(calls[place], op=composed.rows_at, arguments={**calls[place].arguments, "place": last})
+        calls[place] = replace(calls[place], op=composed.row_at, arguments={**calls[place].arguments, "place": last})
 
 
 def _refuse_counting(call: Call, sizes: set[int]) -> None:
@@ -366,27 +292,18 @@ def reader_of(
 
     Args:
         part: the model.
-        prompt: that will be read.
-        layers: of the cache that the prompt goes into, with room for it.
+        prompt: like those that will be read, of as many sequences.
+        layers: of a cache with room for a prompt.
         length: that the prompt is filled up to.
         program: makes the calls for so many tokens, or None.
     """
     try:
-        if _bytes_of(layers, length) > MOST_BYTES or (calls := program()) is None:
+        batch = len(prompt.tokens)
+        if bytes_of(layers, batch, length) > MOST_BYTES or (calls := program()) is None:
             return SingleCalls()
-        made = ShortPrompts(part, calls, len(prompt.tokens), length, layers)
+        made = ShortPrompts(part, calls, batch, length, layers)
         return made if made.hides_what_is_behind(prompt) else SingleCalls()
     except compat.OUT_OF_MEMORY:  # there may be more next time
         return None
     except (Unfit, RuntimeError):
         return SingleCalls()
-
-
-def forget_oldest(programs: dict[Any, Any]) -> None:
-    """Drop graphs that were not used for longest, until the keys and values of all others are ``ALL_BYTES`` at most."""
-    held = 0
-    for key, each in reversed(list(programs.items())):
-        if isinstance(each, ShortPrompts):
-            held += each.num_bytes
-            if held > ALL_BYTES:
-                programs.pop(key, None)  # None: another thread may have taken it

@@ -39,9 +39,14 @@ def last_rows(x: torch.Tensor, batch: int) -> torch.Tensor:
     return x.unflatten(0, (batch, -1))[:, -1]
 
 
-def rows_at(x: torch.Tensor, batch: int, place: torch.Tensor) -> torch.Tensor:
-    """Do as :func:`last_rows` with the row at ``place``, int64 [1], of each sequence."""
-    return x.unflatten(0, (batch, -1)).index_select(1, place)[:, 0]
+def token_at(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Return [batch, 1, ...], the token at its sequence's ``place``, int64 [batch], of [batch, tokens, ...]."""
+    return x.gather(1, place.view(-1, *(1 for _ in x.shape[1:])).expand(-1, 1, *x.shape[2:]))
+
+
+def row_at(x: torch.Tensor, batch: int, place: torch.Tensor) -> torch.Tensor:
+    """Do as :func:`last_rows` with the row at each sequence's ``place``, int64 [batch]."""
+    return token_at(x.unflatten(0, (batch, -1)), place)[:, 0]
 
 
 def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

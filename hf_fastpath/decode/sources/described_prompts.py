@@ -22,6 +22,8 @@ class DescribedPrompts:
         part: the model in its roles.
     """
 
+    any_batch = True
+
     def __init__(self, part: ModelInRoles):
         self._part = part
 

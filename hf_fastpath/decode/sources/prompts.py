@@ -63,6 +63,10 @@ class CachedAttention(Protocol):
 class Prompts(Protocol):
     """The prompts of a model, as the model is now."""
 
+    @property
+    def any_batch(self) -> bool:
+        """Whether the lists of calls are the same for any number of sequences."""
+
     def form(self, device: torch.device, shape: tuple[int, int], past: int, is_padded: bool) -> Any:
         """Return what prompts have in common that one list of calls reads: an object that lives as long as the source
         does. None if stock code reads the prompt.
