@@ -116,30 +116,40 @@ def test_recorded_models_read_theirs_one_by_one(device, together):
     assert all(map(torch.equal, found, alone)) and not together
 
 
-@pytest.mark.parametrize("is_declined", (False, True))
-def test_what_one_call_could_not_read_its_owners_read(is_declined, device, together, monkeypatch):
-    """The call that reads fails, or finds no memory for so many."""
+@pytest.mark.parametrize("end", ("interrupted", "no memory", "single calls", "memory runs out"))
+def test_what_one_call_could_not_read_its_owners_read(end, device, together, monkeypatch):
+    """The call that reads fails, finds no memory for so many, or no graph; before or behind the first of its calls."""
     model = sharing("llama", device)
     calls = [dict(GREEDY, input_ids=prompt(device, 1, 20, seed=seed)) for seed in range(3)]
     alone = [model.generate(**each) for each in calls]
-    tried = []
+    reader_of, store = short_prompts.reader_of, short_prompts.ShortPrompts._store
+    stored = []
 
-    def fails(part, texts, programs):
-        tried.append(len(texts))
-        if is_declined:
-            return None
-        raise KeyboardInterrupt
+    def of_several(part, given, *others):
+        if len(given.tokens) > 1:
+            if end == "interrupted":
+                raise KeyboardInterrupt
+            if end != "memory runs out":
+                return None if end == "no memory" else short_prompts.SingleCalls()
+        return reader_of(part, given, *others)
 
-    monkeypatch.setattr(prompt_lists, "read_together", fails)
-    made = at_once(model, calls)
+    def storing(reader, cache, count, row):
+        store(reader, cache, count, row)
+        stored.append(row)
+        if row and end == "memory runs out":
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(short_prompts, "reader_of", of_several)
+    monkeypatch.setattr(short_prompts.ShortPrompts, "_store", storing)
     found, broken = [], 0
-    for call, expected in zip(made, alone):
+    for call, expected in zip(at_once(model, calls), alone):
         try:
             found.append(torch.equal(call.result(), expected))
         except KeyboardInterrupt:
             broken += 1
-    assert all(found) and tried == [3, 2]
-    assert broken == (0 if is_declined else 2), "the last one has nobody beside it"
+    assert all(found) and [*map(len, together)] == [3, 2]
+    assert broken == (2 if end == "interrupted" else 0), "the last one has nobody beside it"
+    assert (1 in stored) == (end == "memory runs out")
     assert not state_of(model).sharing.prompts._waiting
 
 

@@ -18,8 +18,8 @@ from .prompt_program import keys_and_values
 
 #: multiplications of a layer that take as long as a GPU of 400 TFLOP/s waits for the layer's launches
 _OF_LAUNCHES = 70e9
-#: the same of a layer with experts, which has three times as many launches
-_OF_LAUNCHES_OF_EXPERTS = 175e9
+#: the same of a layer with experts, which has more launches; of more tokens, what experts compute takes 200 MB and more
+_OF_LAUNCHES_OF_EXPERTS = 120e9
 
 
 class Unfit(Exception):

@@ -195,7 +195,11 @@ def read_with_others(mine: ShortText, programs: dict[tuple, Any], turns: PromptT
         texts = [mine.text, *(each.text for each in others)]
         device, count = mine.prompt.tokens.device, sum(prompt.tokens.numel() for _, prompt in texts)
         with turns.chunk(device, count, prompts=len(texts)), compat.below_autograd():
-            if (found := read_together(mine.part, texts, programs)) is None:
+            try:
+                found = read_together(mine.part, texts, programs)
+            except compat.OUT_OF_MEMORY:  # each alone takes less
+                found = None
+            if found is None:
                 return None
             wait_for(device)  # the other calls' threads know of no event
         for each, logits in zip(others, found[1:]):
