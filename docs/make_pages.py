@@ -32,6 +32,7 @@ from measured_tables import (  # noqa: E402
     MACHINES,
     behind_images,
     encoder_decoders,
+    fallbacks,
     first_tokens,
     markdown_table,
     measured,
@@ -305,6 +306,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "golden matrix": golden_matrix,
         "first tokens": first_tokens,
         "published first tokens": published_first_tokens,
+        "fallbacks": fallbacks,
     },
 }
 

@@ -63,6 +63,28 @@ def published_first_tokens() -> str:
     return f"{markdown_table(columns, lines)}\n\n{told}"
 
 
+#: sizes of Llamas whose calls by stock's loop are compared: column, file
+FALLBACK_SIZES = {
+    "2x128": ("CPU, 2x128", "fallbacks_cpu.csv"),
+    "6x256": ("CPU, 6x256", "fallbacks_cpu.csv"),
+    "12x512": ("CPU, 12x512", "fallbacks_cpu.csv"),
+    "32x4096": ("GPU, 32x4096", "fallbacks_h200.csv"),
+}
+
+
+def fallbacks() -> str:
+    """Return a table of the speed of calls that stock's loop or the user's runs: stock's time by ours, and in brackets
+    by that of a second unpatched copy; the newest row of each."""
+    newest: dict[tuple[str, str], str] = {}
+    for size, (_, file) in FALLBACK_SIZES.items():
+        for row in rows_of(DATA / file):
+            if (row["model"], row["size"]) == ("llama", size) and row["copy"]:
+                newest[row["way"], size] = f"{float(row['speed']):.2f} ({float(row['copy']):.2f})"
+    ways = list(dict.fromkeys(way for way, _ in newest))
+    lines = [[way, *(newest.get((way, size), "") for size in FALLBACK_SIZES)] for way in ways]
+    return markdown_table(["way", *(column for column, _ in FALLBACK_SIZES.values())], lines)
+
+
 @dataclass(frozen=True)
 class Work:
     """A line of a machine's table: work for which a CSV of ``benchmarks/data`` has rows.

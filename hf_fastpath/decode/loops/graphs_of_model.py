@@ -27,7 +27,7 @@ class Unfit(Exception):
 
 
 @dataclass(eq=False)
-class Memory:
+class GraphMemory:
     """Memory for keys and values: of each layer, vectors of as many tokens."""
 
     vectors: Sequence[Sequence[torch.Tensor]]
@@ -70,7 +70,7 @@ class GraphsOfModel:
     lock: threading.RLock = field(default_factory=threading.RLock)
     captured: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     pool: Any = None
-    memory: weakref.ref[Memory] | None = None
+    memory: weakref.ref[GraphMemory] | None = None
     stream: Any = None
 
     @classmethod
@@ -80,14 +80,14 @@ class GraphsOfModel:
                 found = _graphs[part.module] = cls(*_elements(part))
         return found
 
-    def memory_for(self, buffers: Sequence[Sequence[torch.Tensor]], least: int, usual: int) -> Memory:
+    def memory_for(self, buffers: Sequence[Sequence[torch.Tensor]], least: int, usual: int) -> GraphMemory:
         """Return memory for ``least`` tokens at least, like the buffers of a cache's layers. What is allocated has room
         for ``usual`` tokens at least."""
         of_token = [[each[:1, :, :1].flatten() for each in of_layer] for of_layer in buffers]
         found = None if self.memory is None else self.memory()
         if found is None or not found.serves(of_token, least):
             count = max(least, usual)
-            found = Memory([[each.new_empty(each.numel() * count) for each in of_layer] for of_layer in of_token])
+            found = GraphMemory([[each.new_empty(each.numel() * count) for each in of_layer] for of_layer in of_token])
             self.memory = weakref.ref(found)
         return found
 
