@@ -210,8 +210,12 @@ def test_beginnings_give_way_to_texts(device, monkeypatch):
         stores.append(batch._beginnings.store)
         forget = stores[0].clear
         monkeypatch.setattr(stores[0], "clear", lambda: (cleared.append(stores[0].num_bytes), forget()))
-        with state_of(model).sharing.prompts.prompt():
+        with (turns := state_of(model).sharing.prompts).prompt():
             made = [batch.submit(each) for each in ids]
+            end = time.monotonic() + LONG
+            while turns.calls < 1 + len(ids):  # so that their texts grow together
+                assert time.monotonic() < end, "a request does not come to its prompt"
+                time.sleep(0.001)
         assert [each.result(LONG).tokens for each in made] == expected
     assert max(cleared) > 0 and 0 < most[0] <= limit
 
