@@ -305,7 +305,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         ),
         "golden matrix": golden_matrix,
         "first tokens": first_tokens,
-        "published first tokens": published_first_tokens,
+        "published first tokens": partial(published_first_tokens, "first_token_h200.csv"),
+        "published first tokens on a CPU": partial(published_first_tokens, "first_token_cpu.csv"),
         "fallbacks": fallbacks,
     },
 }

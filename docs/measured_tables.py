@@ -47,9 +47,9 @@ def first_tokens() -> str:
     return f"{table}\n\n{told} {one['transformers']}, {one['dtype']}, {one['date']}."
 
 
-def published_first_tokens() -> str:
-    """Return a table of first tokens of published models on a GPU: a prompt a line, the newest row of each."""
-    found = [row for row in rows_of(DATA / "first_token_h200.csv") if row["size"] == "published"]
+def published_first_tokens(file: str) -> str:
+    """Return a table of first tokens of published models: a prompt a line, the newest row of each."""
+    found = [row for row in rows_of(DATA / file) if row["size"] == "published"]
     newest = {(row["type"], int(row["batch"]), int(row["prompt"])): row for row in found}
     columns = ["model", "prompt", "stock, ms", "ours, ms", "times faster", "patch() and first call, s"]
     lines = []
