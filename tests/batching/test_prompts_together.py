@@ -6,33 +6,23 @@ import time
 
 import pytest
 import torch
+from calls_for_graphs import use_calls
 from causal_lm_types import small_model
 from in_thread import LONG, Call
 from models import build, prompt, require_native
 
 import hf_fastpath
 from hf_fastpath.decode.loops import prompt_lists, short_prompts
-from hf_fastpath.decode.run import graph
 from hf_fastpath.patching.state import state_of
 
 GREEDY = dict(do_sample=False, max_new_tokens=9)
-
-
-class _OneByOne:
-    """Stands for a graph where there are none."""
-
-    def __init__(self, run, device, pool):
-        self.replay = run
 
 
 @pytest.fixture
 def together(monkeypatch, device) -> list[list[int]]:
     """Return the numbers of tokens of prompts that were read at once."""
     require_native(device)
-    monkeypatch.setattr(short_prompts, "DTYPES", {torch.float32, *short_prompts.DTYPES})  # for tokens as alone
-    if device.type == "cpu":
-        monkeypatch.setattr(short_prompts, "DEVICES", {"cpu"})
-        monkeypatch.setattr(graph, "capture", _OneByOne)
+    use_calls(monkeypatch, device)  # whose tokens are those alone
     found, read = [], prompt_lists.read_together
 
     def noted(part, texts, programs):
@@ -48,12 +38,12 @@ def sharing(architecture, device, **options):
 
 
 def at_once(model, made: list[dict]) -> list[Call]:
-    """Make calls whose prompts all wait before one of them is read."""
-    turns = state_of(model).sharing.prompts
+    """Make calls whose prompts all wait before one of them is read; beams do not wait."""
+    turns, count = state_of(model).sharing.prompts, sum("num_beams" not in each for each in made)
     with turns._one:
         calls = [Call(model.generate, **each) for each in made]
         end = time.monotonic() + LONG
-        while turns.calls < len(calls):
+        while turns.calls < count:
             assert time.monotonic() < end, "a call does not come to its prompt"
             time.sleep(0.001)
     return calls
@@ -96,14 +86,8 @@ def test_what_differs_is_read_apart(device, together):
         dict(GREEDY, input_ids=prompt(device, 1, 21, seed=6), prefill_chunk_size=8),
     ]
     alone = [model.generate(**each) for each in calls]
-    turns, made = state_of(model).sharing.prompts, [call for call in calls if "num_beams" not in call]
-    with turns._one:
-        found = [Call(model.generate, **each) for each in calls]
-        end = time.monotonic() + LONG
-        while turns.calls < len(made):
-            assert time.monotonic() < end
-            time.sleep(0.001)
-    assert all(map(torch.equal, [call.result() for call in found], alone))
+    found = [call.result() for call in at_once(model, calls)]
+    assert all(map(torch.equal, found, alone))
     assert [*map(sorted, together)] == [[20, 50]]
 
 
@@ -159,14 +143,7 @@ def test_weights_that_change_meanwhile(device, together):
     calls = [dict(GREEDY, input_ids=prompt(device, 1, 20, seed=seed)) for seed in range(4)]
     model.generate(**calls[0])
     weight = model.model.layers[0].mlp.up_proj
-    turns = state_of(model).sharing.prompts
-    with turns._one:
-        before = [Call(model.generate, **each) for each in calls[:2]]
-        end = time.monotonic() + LONG
-        while turns.calls < 2:
-            assert time.monotonic() < end
-            time.sleep(0.001)
-    for call in before:
+    for call in at_once(model, calls[:2]):
         call.result()
     weight.weight = torch.nn.Parameter(weight.weight.flip(0))
     expected = [model.generate(**each) for each in calls]

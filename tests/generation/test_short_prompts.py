@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from calls_for_graphs import use_calls
 from causal_lm_types import small_model
 from models import SHORT, build, counting, fresh, left_padded, prompt
 from parity import LogitRule, both, float64_copy
@@ -17,14 +18,6 @@ import hf_fastpath
 from hf_fastpath import FastpathCache
 from hf_fastpath.compat import CACHE
 from hf_fastpath.decode.loops import graphs_of_model, prompt_lists, short_prompts
-from hf_fastpath.decode.run import graph
-
-
-class _OneByOne:
-    """Stands for a graph where there are none."""
-
-    def __init__(self, run, device, pool):
-        self.replay = run
 
 
 class Readers:
@@ -46,10 +39,7 @@ class Readers:
 
         monkeypatch.setattr(short_prompts.ShortPrompts, "capture", capture)
         monkeypatch.setattr(short_prompts.ShortPrompts, "_run", noted)
-        monkeypatch.setattr(short_prompts, "DTYPES", {torch.float32, *short_prompts.DTYPES})  # for tokens like stock's
-        if device.type == "cpu":
-            monkeypatch.setattr(short_prompts, "DEVICES", {"cpu"})
-            monkeypatch.setattr(graph, "capture", _OneByOne)
+        use_calls(monkeypatch, device)
 
 
 @pytest.fixture
@@ -95,17 +85,8 @@ def test_float32_is_read_as_stock_reads_it(dtype, device, readers, monkeypatch):
     assert readers.made == ([] if dtype == torch.float32 else [32])
 
 
-@pytest.mark.parametrize("name", ("glm4", "helium", "minicpm3", "persimmon", "xglm"))
+@pytest.mark.parametrize("name", ("apertus", "bart", "glm4", "helium", "minicpm3", "persimmon", "xglm"))
 def test_recorded_models(name, device, readers):
-    stock = small_model(name).to(device)
-    ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
-    for seed, length in enumerate((30, 32, 20, 21, 9)):
-        _same(stock, ours, prompt(device, 1, length, seed=seed))
-    assert readers.made == [32] and readers.read == [20, 21, 9]
-
-
-@pytest.mark.parametrize("name", ("bart", "apertus"))
-def test_lists_that_count_positions_or_cut_the_last_layer(name, device, readers):
     stock = small_model(name).to(device)
     ours = hf_fastpath.patch(copy.deepcopy(stock), quiet=True)
     for seed, length in enumerate((30, 32, 20, 21, 9)):

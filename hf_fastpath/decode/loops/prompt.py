@@ -28,8 +28,6 @@ from .prompt_lists import continues, is_readable, read, read_with_others, short_
 from .prompt_program import Prompt
 from .prompt_turns import ALONE, PromptTurns, ShortText
 
-_aten = torch.ops.aten
-
 #: devices on which a plan is one launch, while a program is one launch for every call
 _CAPTURES = frozenset({"cuda"})
 
@@ -87,7 +85,7 @@ def _read_in_turns(
     elif not is_readable(part, cache, given, asked):
         return None
     logits, programs = None, plans.prompt_programs_of(part)
-    if (mine := short_text(part, cache, given)) is not None and asked is None:
+    if asked is None and (mine := short_text(part, cache, given)) is not None:
         logits = read_with_others(mine, programs, turns)
     if logits is not None:
         return logits
