@@ -105,17 +105,14 @@ class Linear4bit(nn.Linear):
         self.quant_state.state2 = inner
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight in float32, number by number as the description has it."""
+        """Return the weight in float32: each number's value of the table times the scale of its block."""
         state, numbers = self.quant_state, self.weight.data.view(torch.uint8).flatten()
-        scales = state.absmax
-        if state.state2 is not None:
-            parts = [
-                state.state2.code[part.long()] * scale for part, scale in zip(scales.split(256), state.state2.absmax)
-            ]
-            scales = torch.cat(parts) + state.offset
+        scales, inner = state.absmax, state.state2
+        if inner is not None:
+            whole = inner.absmax.repeat_interleave(inner.blocksize)[: len(scales)]
+            scales = inner.code[scales.long()] * whole + state.offset
         places = torch.stack((numbers >> 4, numbers & 15), 1).flatten()[: state.shape.numel()].long()
-        parts = [state.code[part] * scale for part, scale in zip(places.split(state.blocksize), scales)]
-        return torch.cat(parts).view(state.shape)
+        return (state.code[places] * scales.repeat_interleave(state.blocksize)[: len(places)]).view(state.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.dequantized().to(x.dtype), None if self.bias is None else self.bias.to(x))
