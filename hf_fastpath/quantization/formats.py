@@ -246,8 +246,8 @@ class PackedWeight:
         quants = unpack(self.format, self.quants)
         scales, minimums = factors(self.format, self.scales)
         rows, scales = self.out_features, scales[..., None]
-        codebook = torch.stack([scales.new_full((), value) for value in self.format.codebook])  # a graph may hold it
-        values = codebook[quants.int()].view(rows, scales.shape[1], -1)
+        codebook = _on_device(self.format.codebook, scales)
+        values = codebook.index_select(0, quants.int().flatten()).view(rows, scales.shape[1], -1)
         if self.zeros is not None:
             values -= self.zeros.float()[..., None]
         if minimums is None:
@@ -255,6 +255,13 @@ class PackedWeight:
         else:
             values = (values * scales + minimums[..., None]) * self.multiplier
         return values.view(rows, -1)[:, : self.in_features].to(dtype)
+
+
+def _on_device(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """Return numbers as a tensor of another one's type; to a GPU none are copied, as a graph may hold the call."""
+    if like.device.type == "cpu":
+        return like.new_tensor(values)
+    return torch.stack([like.new_full((), value) for value in values])
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,11 @@ def tensors(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
     return found
 
 
-def written(spec: OpSpec) -> set[str]:
+@functools.cache
+def written(spec: OpSpec) -> frozenset[str]:
     """Return the names of the arguments that the op writes to, by its schema."""
-    return {a.name for a in spec.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    arguments = spec.overload._schema.arguments
+    return frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def is_written(spec: OpSpec, name: str) -> bool:
