@@ -14,7 +14,7 @@ from ..cache.encoder_decoder import FastpathEncoderDecoderCache
 from ..cache.fastpath_cache import FastpathCache
 from ..decode.loops import adapter_rows, assisted, beams, counted, sample
 from ..decode.loops.call_scope import scope_here
-from ..decode.loops.eligibility import request_reason, unknown_argument
+from ..decode.loops.eligibility import reason_of_call, request_reason, unknown_argument
 from ..decode.loops.patched import STATE_KEY
 from ..decode.sources.step_source import StepSource
 from ..reasons import Cause
@@ -49,8 +49,11 @@ def _prepared(self: nn.Module, state: PatchState, named: dict[str, Any], users_o
     """Put a FastpathCache in the place of the cache that transformers has made, if one serves the call."""
     generation_config, model_kwargs = named["generation_config"], named["model_kwargs"]
     generation_mode = named["generation_mode"]
-    part = state.plans.part_in_call(self, generation_config) if state.loop_reason is None else None
-    by_plans = compat.is_sample_mode(generation_mode) or (compat.is_beam_mode(generation_mode) and beams.takes(part))
+    is_sample = compat.is_sample_mode(generation_mode)
+    is_stocks = is_sample and state.ranks is None and reason_of_call(generation_config, model_kwargs) is not None
+    is_looked_at = state.loop_reason is None and not is_stocks
+    part = state.plans.part_in_call(self, generation_config) if is_looked_at else None
+    by_plans = is_sample or (compat.is_beam_mode(generation_mode) and beams.takes(part))
     if not (by_plans or (compat.is_assisted_mode(generation_mode) and state.generates)):
         state.fall_back(
             state.loop_reason or Cause("generation_mode", str(getattr(generation_mode, "value", generation_mode)))
@@ -60,7 +63,7 @@ def _prepared(self: nn.Module, state: PatchState, named: dict[str, Any], users_o
     plain = generation_config.cache_implementation in (None, "dynamic") and type(made) is compat.DynamicCache
     if part is not None and not by_plans:
         plain = plain and compat.is_assisted_mode(generation_mode) and not (part.has_encoder or part.is_multimodal)
-    if plain and not users_own and _takes_our_cache(self, state, part, generation_config, model_kwargs):
+    if plain and not (users_own or is_stocks) and _takes_our_cache(self, state, part, generation_config, model_kwargs):
         is_text_alone, stocks = made is whole, made
         scope = scope_here()
         page_size = state.options.page_size if scope is None or not scope.shares else None  # slots have no pages

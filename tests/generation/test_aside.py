@@ -13,6 +13,7 @@ from models import CPU, build, counting, prompt, require_native
 from transformers import DynamicCache
 
 import hf_fastpath
+from hf_fastpath.decode.plans.plan_cache import PlanCache
 from hf_fastpath.patching import aside, forwards
 from hf_fastpath.patching.state import state_of
 
@@ -68,6 +69,33 @@ def test_no_frame_of_ours(pair, monkeypatch):
     assert torch.equal(ours.generate(prompt(CPU), **ASKS).sequences, stock.generate(prompt(CPU), **ASKS).sequences)
     monkeypatch.setattr(aside, "LEAST_BYTES", 0)  # as of weights whose reading takes longer than Python's calls
     assert frames(lambda: ours.generate(prompt(CPU), **ASKS)) > 6 * len(before) / 2
+
+
+@pytest.mark.parametrize(
+    ("asks", "reason"),
+    (
+        (dict(output_attentions=True, return_dict_in_generate=True), "attention_outputs"),
+        (dict(output_hidden_states=True, return_dict_in_generate=True), "attention_outputs"),
+        (dict(use_cache=False), "no_cache"),
+        (dict(cache_implementation="static"), "other_cache"),
+        (dict(cache_implementation="static", do_sample=True, top_k=1), "other_cache"),
+    ),
+)
+def test_a_model_is_not_looked_at_for_a_call_that_no_model_serves(asks, reason, pair, monkeypatch):
+    """It takes longer than all else that is ours in such a call. The next call sees what has changed since."""
+    stock, ours = pair
+    looked, part_of = [], PlanCache.part_of
+    monkeypatch.setattr(PlanCache, "part_of", lambda self, model: (looked.append(model), part_of(self, model))[1])
+    how = dict(ASKS, output_attentions=False, return_dict_in_generate=False)
+    ours.generate(prompt(CPU), **how)
+    assert looked.pop() is ours and not looked
+    for model in pair:
+        model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+    with counting(ours) as counts:
+        found, expected = (each.generate(prompt(CPU), **how | asks) for each in (ours, stock))
+    assert torch.equal(*(getattr(each, "sequences", each) for each in (found, expected)))
+    assert not looked and counts.reasons == {reason: 1} and counts.fallback == 6
+    assert torch.equal(ours.generate(prompt(CPU), **how), stock.generate(prompt(CPU), **how)) and looked
 
 
 def test_of_modules_alone_nothing_steps_aside():

@@ -84,8 +84,8 @@ def _text_reason(
         return "synced_gpus"
     if (reason := request_reason(part, config)) is not None:
         return reason
-    if not model_kwargs.get("use_cache"):
-        return Cause("no_cache", "use_cache=False")
+    if (reason := reason_of_call(config, model_kwargs)) is not None:
+        return reason
     if (reason := _arguments_reason(part, input_ids, text)) is not None:
         return reason
     if not isinstance(cache, FastpathCache):  # of a model with a reason, prepare_cache() has left transformers' own
@@ -128,11 +128,8 @@ def request_reason(part: StepSource, config: Any) -> str | None:
     is_plain = not (part.token_shape or part.has_encoder or part.is_multimodal) and part.ranks is None
     if method is not None and not (is_plain and (config.num_beams or 1) == 1):
         return Cause("generation_method", method)
-    if config.compile_config is not None:
-        return "compile_config"
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name):
-            return Cause("attention_outputs", name)
+    if (reason := _asked_reason(config)) is not None:
+        return reason
     size = config.prefill_chunk_size
     if size is None:
         return None
@@ -140,6 +137,27 @@ def request_reason(part: StepSource, config: Any) -> str | None:
     if states_alone or type(size) is not int or size < 1:  # stock code raises, or has rules of its own
         return Cause("unsupported_input", f"prefill_chunk_size={size!r}")
     return None
+
+
+def _asked_reason(config: Any) -> str | None:
+    """Return the reason against calls that ask for this, whatever the model is, or None."""
+    if config.compile_config is not None:
+        return "compile_config"
+    asked = (name for name in ("output_attentions", "output_hidden_states") if getattr(config, name))
+    return next((Cause("attention_outputs", name) for name in asked), None)
+
+
+def reason_of_call(config: Any, model_kwargs: Mapping[str, Any]) -> str | None:
+    """Return the reason against a call whatever the model is, which is not looked at then; or None. Looking takes a
+    hundredth of a call of five tokens of a small model."""
+    if (reason := _asked_reason(config)) is not None:
+        return reason
+    if not model_kwargs.get("use_cache", config.use_cache):
+        return Cause("no_cache", "use_cache=False")
+    cache = compat.text_cache(model_kwargs.get(compat.CACHE))
+    if config.cache_implementation in (None, "dynamic") or cache is None or isinstance(cache, FastpathCache):
+        return None
+    return Cause("other_cache", class_name(cache))
 
 
 def why_no_drafts(

@@ -24,7 +24,7 @@ from ..sources.step_source import StepSource
 from . import adapter_rows, prompt
 from .call_scope import Cancelled, alone, scope_here
 from .counted import by_stock
-from .eligibility import asked_method, step_aside_reason
+from .eligibility import asked_method, reason_of_call, step_aside_reason
 from .generate_calls import (
     CallWatch,
     agreed_reason,
@@ -69,12 +69,16 @@ def sample(
     state.stats.new_call()
     given = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
     given |= dict(generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer)
-    with adapter_rows.looked_at(model) as rows:
-        part = state.plans.part_in_call(model, generation_config, is_last=True)
-        reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
-        if rows is not None and reason is None and part is not None:
-            reason = adapter_rows.reason_against(part, rows, len(input_ids))
     ranks = state.ranks if state.loop_reason is None else None
+    reason, part, rows, behind = state.loop_reason, None, None, Behind()
+    if reason is None and ranks is None:
+        reason = reason_of_call(generation_config, model_kwargs)
+    if reason is None:
+        with adapter_rows.looked_at(model) as rows:
+            part = state.plans.part_in_call(model, generation_config, is_last=True)
+            reason, behind = step_aside_reason(state, part, input_ids, generation_config, synced_gpus, model_kwargs)
+            if rows is not None and reason is None and part is not None:
+                reason = adapter_rows.reason_against(part, rows, len(input_ids))
     reason = agreed_reason(ranks, reason, part, state.plans, len(input_ids))
     if reason is None:
         assert part is not None, "without one there is a reason"
