@@ -72,7 +72,7 @@ def sample(
     ranks = state.ranks if state.loop_reason is None else None
     reason, part, rows, behind = state.loop_reason, None, None, Behind()
     if reason is None and ranks is None:
-        reason = reason_of_call(generation_config, model_kwargs)
+        reason = reason_of_call(generation_config, model_kwargs, state.plans.is_left(generation_config))
     if reason is None:
         with adapter_rows.looked_at(model) as rows:
             part = state.plans.part_in_call(model, generation_config, is_last=True)

@@ -90,6 +90,7 @@ class PlanCache:
         self._in_vain = 0  # looks at the model one after the other that each found another one
         self._misses = 0  # recordings that were made one after the other, with no call in between that one served
         self._call: tuple[Any, StepSource | None] | None = None  # see part_in_call()
+        self._left: Any = None  # see leave()
         self.forget_other_threads()
 
     def forget_other_threads(self) -> None:
@@ -262,6 +263,19 @@ class PlanCache:
         if not is_last:
             self._call = call, part
         return part
+
+    def leave(self, call: Any) -> None:
+        """Note that a call of ``generate()`` has a cache that no plan serves, so that nobody looks at the model for it.
+
+        Args:
+            call: see :meth:`part_in_call`.
+        """
+        self._left = call
+
+    def is_left(self, call: Any) -> bool:
+        """Whether the newest call that was left is this one."""
+        left, self._left = self._left, None
+        return left is call
 
     def _kept_like(self, made: StepSource, last: Snapshot | None) -> Snapshot | None:
         """Return what is known of a model whose values are those that ``made`` has just found, or differ from these in
