@@ -44,6 +44,7 @@ class FakeMode(FakeTensorMode):
 
     def __init__(self, **given: Any):
         self._of_thread = threading.local()
+        self._usual: dict[torch.device, dict[str, Any]] = {}  # attributes of tensors that claim to be on a device
         super().__init__(**given)
 
     @property
@@ -69,6 +70,19 @@ class FakeMode(FakeTensorMode):
         self._known[key] = self._result(args, kwargs, out) if is_as_before else None
         return out
 
+    def claimed(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
+        """Return a tensor of this mode that claims to be on ``device``, of one on no device: what PyTorch's constructor
+        returns, whose attributes are the same each time."""
+        if (usual := self._usual.get(device)) is None:
+            first = FakeTensor(self, made, device)
+            self._usual[device] = dict(vars(first))
+            return first
+        found: Any = torch.Tensor._make_subclass(
+            FakeTensor, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(found).update(usual)
+        return found
+
     def _direct(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an op's own kernel for tensors without data gives, where PyTorch's mode has nothing to add; else
         None."""
@@ -84,8 +98,8 @@ class FakeMode(FakeTensorMode):
         if isinstance(out, FakeTensor):  # which the op has written to
             return out
         if isinstance(out, torch.Tensor):
-            return FakeTensor(self, out, *devices)
-        return type(out)(FakeTensor(self, each, *devices) for each in out)
+            return self.claimed(out, *devices)
+        return type(out)(self.claimed(each, *devices) for each in out)
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple | None:
         """Return what a call's result depends on; None if it depends on more."""
@@ -158,7 +172,7 @@ class _Result:
         """Return tensors like those of the call that was seen, of a call with ``args``."""
         if self.is_first:
             return args[0]
-        made: Any = [FakeTensor(mode, each, like[-1]) for like, each in zip(self.likes, self._without_device(args))]
+        made: Any = [mode.claimed(each, like[-1]) for like, each in zip(self.likes, self._without_device(args))]
         return made[0] if self.several is None else self.several(made)
 
     def _without_device(self, args: Sequence[Any]) -> Iterator[torch.Tensor]:
