@@ -75,12 +75,12 @@ class FakeMode(FakeTensorMode):
         returns, whose attributes are the same each time."""
         if (usual := self._usual.get(device)) is None:
             first = FakeTensor(self, made, device)
-            self._usual[device] = dict(vars(first))
+            self._usual[device] = {name: value for name, value in vars(first).items() if value is not self}
             return first
         found: Any = torch.Tensor._make_subclass(
             FakeTensor, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=device
         )
-        vars(found).update(usual)
+        vars(found).update(usual, fake_mode=self)
         return found
 
     def _direct(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
