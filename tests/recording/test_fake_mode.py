@@ -48,7 +48,6 @@ def test_the_device_while_a_kernel_is_under_way(mode, says):
     assert call.result() == "meta" and tensor.device.type == "cpu"
 
 
-_aten = torch.ops.aten
 #: calls, each of a tensor float32 [3, 4, 5] and a generator of such tensors
 _CALLS = {
     "views of views": lambda x, more: x.transpose(0, 2)[1:, ::2].unsqueeze(1).expand(-1, 2, -1, -1)[..., 1:],
@@ -83,7 +82,7 @@ def _facts(found):
 
 
 @pytest.mark.parametrize("name", _CALLS)
-def test_the_same_as_of_pytorch_s_mode(name, device, monkeypatch):
+def test_the_same_as_of_the_mode_that_pytorch_has(name, device, monkeypatch):
     """The first time, when a call is found out, and later, when it is looked up."""
     monkeypatch.setattr(FakeMode, "_known", {})
     with torch.device(device):
