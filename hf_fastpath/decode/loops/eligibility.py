@@ -156,7 +156,7 @@ def reason_of_call(config: Any, model_kwargs: Mapping[str, Any], is_left: bool =
     """
     if (reason := _asked_reason(config)) is not None:
         return reason
-    if not model_kwargs.get("use_cache", config.use_cache):
+    if not model_kwargs.get("use_cache", config.use_cache is not False):
         return Cause("no_cache", "use_cache=False")
     cache = compat.text_cache(model_kwargs.get(compat.CACHE))
     is_stocks = is_left or config.cache_implementation not in (None, "dynamic")
