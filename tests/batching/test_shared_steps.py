@@ -14,6 +14,7 @@ from models import VOCAB, build, left_padded, prompt, require_native
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import hf_fastpath
+from hf_fastpath.batching import sharing as steps_of_calls
 from hf_fastpath.decode.plans.rows_plan import RowsPlan
 from hf_fastpath.patching.state import state_of
 
@@ -176,8 +177,9 @@ def test_few_steps_begin_in_vain(device, monkeypatch):
     assert (alone[2][0] == 0).sum() > 8 and sum(steps.values()) < len(begun) <= sum(steps.values()) + 8
 
 
-def test_processors_criteria_scores_and_caches(device):
+def test_processors_criteria_scores_and_caches(device, monkeypatch):
     """Each call has what only its own thread can do between tokens; the cache that it gives can be gone on with."""
+    monkeypatch.setattr(steps_of_calls, "_PATIENCE", 1.0)  # however busy the machine is, a step waits for five threads
     model = sharing("mistral", device)
 
     def ban_odd(ids, scores):
