@@ -50,10 +50,9 @@ def _prepared(self: nn.Module, state: PatchState, named: dict[str, Any], users_o
     generation_config, model_kwargs = named["generation_config"], named["model_kwargs"]
     generation_mode = named["generation_mode"]
     is_sample = compat.is_sample_mode(generation_mode)
-    is_left = users_own and not isinstance(compat.text_cache(model_kwargs[compat.CACHE]), FastpathCache)
     is_stocks = is_sample and state.ranks is None  # whatever the model is
-    is_stocks = is_stocks and reason_of_call(generation_config, model_kwargs, is_left) is not None
-    if is_stocks and is_left:
+    is_stocks = is_stocks and reason_of_call(generation_config, model_kwargs, users_own) is not None
+    if is_stocks and users_own:
         state.plans.leave(generation_config)
     is_looked_at = state.loop_reason is None and not is_stocks
     part = state.plans.part_in_call(self, generation_config) if is_looked_at else None

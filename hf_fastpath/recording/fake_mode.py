@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from .. import compat
+from ..decode.calls.named_calls import tensors_in
 
 #: types of arguments that are as they look
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -64,8 +65,9 @@ class FakeMode(FakeTensorMode):
         if key is None or key in self._known:
             return super().dispatch(func, types, args, kwargs)
         out = self._direct(func, args, kwargs)
-        with disable_fake_tensor_cache(self):  # which takes as long as to find out
-            out = super().dispatch(func, types, args, kwargs) if out is None else out
+        if out is None:
+            with disable_fake_tensor_cache(self):  # which takes as long as to find out
+                out = super().dispatch(func, types, args, kwargs)
         is_as_before = self._key(func, args, kwargs) == key
         self._known[key] = self._result(args, kwargs, out) if is_as_before else None
         return out
@@ -86,7 +88,7 @@ class FakeMode(FakeTensorMode):
     def _direct(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an op's own kernel for tensors without data gives, where PyTorch's mode has nothing to add; else
         None."""
-        tensors: list[Any] = [*_tensors((*args, *kwargs.values()))]
+        tensors: list[Any] = [*tensors_in((args, kwargs))]
         devices = {each.fake_device for each in tensors}
         if len(devices) != 1 or not _has_kernel(func):
             return None
@@ -142,7 +144,7 @@ class FakeMode(FakeTensorMode):
         if several not in (None, list, tuple) or not all(map(self._is_plain, made)):
             return None
         memory = set(map(compat.memory_of, made))
-        shared = memory & set(map(compat.memory_of, _tensors((*args, *kwargs.values()))))
+        shared = memory & set(map(compat.memory_of, tensors_in((args, kwargs))))
         is_view = bool(shared) and isinstance(first, torch.Tensor) and memory == {compat.memory_of(first)}
         if not is_view and (shared or len(memory) < len(made)):
             return None
@@ -200,11 +202,3 @@ def _has_kernel(func: Any) -> bool:
     that compute each element of itself."""
     is_whole = not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return is_whole and (func.is_view or torch.Tag.pointwise in func.tags)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

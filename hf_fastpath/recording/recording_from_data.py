@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import choices
 from ..decode.calls.named_calls import Call, Register
@@ -127,7 +126,7 @@ class _Reader:
         dtype, shape, stride, place = kind
         device = self._device if place == "model" else torch.device(place)
         made = torch.empty_strided(shape, stride, dtype=_of_torch(dtype), device="meta")
-        return FakeTensor(self._mode, made, device)
+        return self._mode.claimed(made, device)
 
     def _empty(self, kind: int) -> torch.Tensor:
         like = self._kinds[kind]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
@@ -176,7 +175,7 @@ class Skeleton:
         with _disable_current_modes():
             how: dict[str, Any] = dict(dtype=dtype, device="meta")
             made = torch.empty(shape, **how) if strides is None else torch.empty_strided(shape, strides, **how)
-            return FakeTensor(self.mode, made, self.device)
+            return self.mode.claimed(made, self.device)
 
     def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in self._alone:

@@ -147,19 +147,19 @@ def _asked_reason(config: Any) -> str | None:
     return next((Cause("attention_outputs", name) for name in asked), None)
 
 
-def reason_of_call(config: Any, model_kwargs: Mapping[str, Any], is_left: bool = False) -> str | None:
+def reason_of_call(config: Any, model_kwargs: Mapping[str, Any], users_own: bool = False) -> str | None:
     """Return the reason against a call whatever the model is, which is not looked at then; or None. Looking takes a
     hundredth of a call of five tokens of a small model.
 
     Args:
-        is_left: the call has a cache of the user's own that no plan serves.
+        users_own: the user has given the cache.
     """
     if (reason := _asked_reason(config)) is not None:
         return reason
     if not model_kwargs.get("use_cache", config.use_cache is not False):
         return Cause("no_cache", "use_cache=False")
     cache = compat.text_cache(model_kwargs.get(compat.CACHE))
-    is_stocks = is_left or config.cache_implementation not in (None, "dynamic")
+    is_stocks = users_own or config.cache_implementation not in (None, "dynamic")
     is_stocks = is_stocks and cache is not None and not isinstance(cache, FastpathCache)
     return Cause("other_cache", class_name(cache)) if is_stocks else None
 
